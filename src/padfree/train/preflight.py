@@ -41,6 +41,8 @@ from padfree.estimate.cost_file import read_cost
 from padfree.losses import load_objective
 from padfree.losses.objectives.custom import USER_OBJECTIVE
 from padfree.model import attach, lm_head_of
+from padfree.model.export_files import check_savable
+from padfree.model.load import loaded_generation_config
 from padfree.model.lora import adapts_experts
 from padfree.model.model_files import open_model
 from padfree.model.route_replay import need_replay
@@ -92,21 +94,22 @@ def preflight(
     device_type: str,
     dry: bool = False,
     planned: bool = False,
+    trains: bool = True,
     progress: Progress | None = None,
 ) -> Preflight:
     """Raise a `UserError` if the run cannot work. All processes must call this; if one fails, all raise the error.
 
     `dry`: do not import user code, and accept a device type that this machine lacks. `planned`: the caller is `padfree
-    plan`, so skip the checks of the run folder and of sample lengths.
+    plan`, so skip the checks of the run folder and of sample lengths. `trains`: False for `padfree eval`.
     """
     day = data_day(config)
     if not dist.is_initialized():
-        return _run_checks(config, processes, device_type, dry, planned, progress, day)
+        return _run_checks(config, processes, device_type, dry, planned, trains, progress, day)
     days: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(days, day)  # all ranks must use the same date, also if they start around midnight
     found, error = None, None
     try:
-        found = _run_checks(config, processes, device_type, dry, planned, progress, days[0])
+        found = _run_checks(config, processes, device_type, dry, planned, trains, progress, days[0])
     except UserError as caught:
         error = caught
     raise_together(error)
@@ -133,6 +136,7 @@ def _run_checks(
     device_type: str,
     dry: bool,
     planned: bool,
+    trains: bool,
     progress: Progress | None,
     day: datetime.date,
 ) -> Preflight:
@@ -146,6 +150,9 @@ def _run_checks(
     check_experts(config, model, processes)
     check_attention(config, model, device_type)
     tokenizer = load_tokenizer(config)
+    if trains and config.checkpoint.export:
+        own = "model.path" if config.model.tokenizer is None else "model.tokenizer"
+        check_savable(model, tokenizer, model_setting="model.path", tokenizer_setting=own)
     notes = [*inert_settings(config), *check_vocabularies(config.model, named_models(config), tokenizer)]
     if config.rollout.source is not None:
         stop_tokens(tokenizer, model)
@@ -254,7 +261,9 @@ def _checked_model(config: Config, path: str, setting: str, init: Init, head: Mo
         if Path(path).exists():
             # Check which tensors the model's files hold. The files of a Hub id are not on this machine yet.
             init_setting = "model.init" if setting == "model.path" else None
-            open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
+            _, files = open_model(path, init=init, init_setting=init_setting, trust_remote_code=code)
+            if head == "tokens":
+                loaded_generation_config(files)
         attach(model, config.model.attention)
         (scalar_head_of if head == "scalar" else lm_head_of)(model)
     except UserError as error:

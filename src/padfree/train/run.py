@@ -251,7 +251,7 @@ def evaluate(
         mesh = mesh_of(config, device)
         report_activity("reading model and data", 0, 0)
         preflight_result = preflight(
-            config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
+            config, processes=mesh.loss.size, device_type=mesh.device.type, trains=False, progress=on_tokenising
         )
         resolved = resolve_auto_on(config, mesh, **_memory_facts(config, preflight_result, mesh.loss.size))
         if on_note is not None:
