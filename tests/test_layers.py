@@ -422,6 +422,7 @@ TAKE_SECTIONS = ("train", "tasks", "rollout", "tools", "estimate")
 TAKE_CONFIG = {
     # They start, check, build or resume a whole run.
     "train/batcher.py",
+    "train/check_models.py",
     "train/disk.py",
     "train/finished.py",
     "train/preflight.py",

@@ -60,6 +60,7 @@ from padfree.train.setup import (
     build_reference,
     build_reward_model,
     build_teacher_scorer,
+    check_evaluated_head,
     export,
     export_critic,
     export_dtype,
@@ -258,6 +259,7 @@ def evaluate(
             for line in (*preflight_result.source.notes, *resolved.lines()):
                 on_note(line)
         report_activity("loading the model", 0, 0)
+        check_evaluated_head(config)
         engine = build_engine(resolved.config, mesh, preflight_result.tokenizer)
         collector = _collector(resolved.config, mesh, engine, preflight_result.tokenizer, preflight_result.source)
         with nullcontext() if collector is None else closing(collector):
