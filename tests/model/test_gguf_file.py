@@ -18,6 +18,7 @@ from padfree.model.gguf_file import write_gguf
 from padfree.model.gguf_vocabulary import gguf_vocabulary
 from padfree.testing.models import build
 from padfree.testing.tokenizers import TEXTS, tiny_tokenizer
+from padfree.warning import PadfreeWarning
 from tests.refused import refused
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -212,6 +213,35 @@ def test_a_tokenizer_that_llama_cpp_would_split_differently_is_refused() -> None
         gguf_vocabulary(tiny_tokenizer(), 300)  # more tokens than the model
     with refused("tokenizer"):
         gguf_vocabulary(tiny_tokenizer(kind="metaspace"), VOCABULARY)
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_added_tokens_without_an_embedding_are_left_out(kind: str) -> None:
+    """As in Gemma 3's text models, whose tokenizer has an image token; a padding token can be one of them, too."""
+    tokenizer = tiny_tokenizer() if kind == "byte-level" else sentence_piece()
+    size = len(tokenizer)
+    expected = gguf_vocabulary(tokenizer, size)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.add_tokens(["<padding>"])
+    tokenizer.pad_token = "<padding>"
+    with pytest.warns(PadfreeWarning, match=r"lacks 2 added tokens .* \(<image>, <padding>\)"):
+        assert gguf_vocabulary(tokenizer, size) == expected
+    tokenizer.eos_token = "<image>"  # generation could not end
+    with refused("tokenizer", "'<image>' has the id"):
+        gguf_vocabulary(tokenizer, size)
+
+
+def test_a_file_of_a_model_with_fewer_embeddings_than_tokens_is_read_again(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    model = build("qwen3", vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["<image>", "<padding>"], special_tokens=True)
+    tokenizer.pad_token = "<padding>"
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) - 1]
+    with pytest.warns(PadfreeWarning, match="lacks 2 added tokens"):
+        reader = write(model, tmp_path / "model.gguf", tokenizer)
+    assert len(value(reader, "tokenizer.ggml.tokens")) == model.config.vocab_size
+    assert "tokenizer.ggml.padding_token_id" not in reader.fields
+    assert "tokenizer.ggml.eot_token_id" not in reader.fields
 
 
 @pytest.mark.parametrize(

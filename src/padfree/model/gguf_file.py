@@ -183,10 +183,11 @@ def _add_tokenizer(writer: GGUFWriter, model: PreTrainedModel, tokenizer: Any) -
         (tokenizer.unk_token_id, writer.add_unk_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     ):
-        if identity is not None:
+        if identity is not None and identity < config.vocab_size:  # a padding token may have no embedding
             add(identity)
     stops = getattr(model.generation_config, "eos_token_id", None)
-    others = [stop for stop in (stops if isinstance(stops, list) else []) if stop != tokenizer.eos_token_id]
+    listed = [stop for stop in (stops if isinstance(stops, list) else []) if stop < config.vocab_size]
+    others = [stop for stop in listed if stop != tokenizer.eos_token_id]
     if others:
         writer.add_eot_token_id(others[0])
     ids = tokenizer("a")["input_ids"]
