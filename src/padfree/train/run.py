@@ -41,7 +41,7 @@ from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
 from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.batcher import make_batcher, planned_steps
-from padfree.train.determinism import deterministic
+from padfree.train.determinism import default_modes, deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
@@ -95,6 +95,7 @@ def train(
     require_trackers(config.track)
     report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
+        default_modes(),
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
@@ -246,6 +247,7 @@ def evaluate(
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
+        default_modes(),
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
