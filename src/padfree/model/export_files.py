@@ -28,7 +28,7 @@ def save_model(model: PreTrainedModel, folder: Path, tensors: Mapping[str, Tenso
     """Write the weights `tensors` and the configs of a model to `folder`. The model's own weights are not read."""
     loaded = model.generation_config if model.can_generate() else None
     if loaded is not None:
-        model.generation_config = GenerationConfig()
+        model.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=max_shard_size)
     if loaded is not None:
         loaded.to_json_file(folder / GENERATION_CONFIG, keys_to_pop=["compile_config"])
