@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import padfree
 import padfree.train.run  # sets an environment variable for flash-attn-4, once in a process
 from padfree.cli.main import main
-from padfree.testing.models import save_with_tokenizer
+from padfree.testing.models import build, save_with_tokenizer
+from padfree.testing.tokenizers import tiny_tokenizer
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 CPU = {"device": "cpu"}
@@ -153,6 +155,31 @@ def test_two_keywords_are_enough(model: Path, sums: Path, capfd: pytest.CaptureF
     assert f"step 1  loss {found.metrics[0]['loss']:.4f}" in lines
 
 
+CALLERS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": partial(torch.autocast, "cpu", torch.bfloat16),
+    "default device": partial(torch.device, "meta"),
+}
+
+
+@pytest.mark.parametrize("name", CALLERS)
+def test_the_callers_modes_of_torch_change_nothing(name: str, model: Path, sums: Path, tmp_path: Path) -> None:
+    """Models are often evaluated, and calls made, inside these context managers."""
+
+    def outcome(folder: str) -> tuple[list[float], dict[str, float], bytes]:
+        data, batch = {"path": sums, "epochs": 1}, {"samples": 8, "max_tokens": 64}
+        run = padfree.sft(model=model, data=data, batch=batch, run={"folder": tmp_path / folder, "steps": 2, **CPU})
+        assert run.model is not None
+        evaluated = padfree.evaluate(model=model, eval=sums, batch=batch, run=CPU)
+        weights = (run.model / "model.safetensors").read_bytes()
+        return [line["loss"] for line in run.metrics], evaluated, weights
+
+    expected = outcome("plain")
+    with CALLERS[name]():
+        assert outcome("inside") == expected
+
+
 def test_preferences_rewards_and_distillation(model: Path, sums: Path, pairs: Path, tmp_path: Path) -> None:
     common: dict[str, Any] = {"batch": {"samples": 8, "max_tokens": 128}, "optimizer": {"lr": 1e-2}}
     preferred = padfree.dpo(model=model, data=pairs, run={"folder": tmp_path / "dpo", **CPU}, **common)
@@ -222,6 +249,11 @@ def test_an_interrupt_stops_a_run_that_can_go_on(model: Path, sums: Path, tmp_pa
     assert (found.steps, found.stopped, len(found.metrics)) == (4, False, 4)
 
 
+class CallableReward:
+    def __call__(self, response: str, row: Mapping[str, Any]) -> float:
+        return 0.0
+
+
 def nested() -> Any:
     def inner(response: str, row: Mapping[str, Any]) -> float:
         return 0.0
@@ -250,6 +282,14 @@ def nested() -> Any:
         ("rl", {"rollout": {"reward": Path.exists}}, "rollout.reward: Path.exists"),
         ("distill", {}, "teacher.path: None; set teacher.path"),
         ("evaluate", {"data": "x.jsonl"}, "eval.path: missing"),
+        ("evaluate", {}, "eval.path: missing"),
+        ("evaluate", {"eval": []}, "eval.path: missing"),
+        ("evaluate", {"recipe": "sft", "eval": {"samples": 3}}, "eval.path: missing"),
+        ("sft", {"model": build("qwen3")}, "model: is an object of the class Qwen3ForCausalLM, .* save_pretrained"),
+        ("sft", {"model": {"path": build("qwen3")}}, "model.path: is an object of the class Qwen3ForCausalLM"),
+        ("sft", {"model": {"path": "m", "tokenizer": tiny_tokenizer()}}, "model.tokenizer: is an object of the class"),
+        ("dpo", {"reference": build("gpt2")}, "reference: is an object of the class GPT2LMHeadModel"),
+        ("rl", {"rollout": {"reward": CallableReward()}}, "rollout.reward: CallableReward cannot be imported"),
         ("evaluate", {"eval": "missing.jsonl"}, "missing.jsonl does not exist"),
     ],
 )

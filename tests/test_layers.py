@@ -422,6 +422,7 @@ TAKE_SECTIONS = ("train", "tasks", "rollout", "tools", "estimate")
 TAKE_CONFIG = {
     # They start, check, build or resume a whole run.
     "train/batcher.py",
+    "train/check_models.py",
     "train/disk.py",
     "train/finished.py",
     "train/preflight.py",
@@ -478,6 +479,7 @@ MAY_OPEN = {"rollout/engines/servers/server_processes.py"}
 MAY_SET = {
     "train/determinism.py": {"torch.backends.cudnn.benchmark"},
     "train/engine.py": {"parameter.grad"},
+    "train/training_data.py": {"tokenizer.chat_template"},
     "rollout/loop_thread.py": {"task._log_destroy_pending"},
     "rollout/environment/gateway.py": {"episode.tree.failure"},
     "rollout/environment/episode_policy.py": {"self._branch.reward"},

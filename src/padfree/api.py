@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from padfree.config import Config, config_from_dict
+from padfree.config.config import missing_held_out
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.reader import changed_recipe
@@ -137,8 +138,9 @@ def evaluate(
     """
     values = _values(recipe, sections)
     held_out = values.get("eval", {}).get("path")
-    if held_out is not None:
-        values.setdefault("data", {}).setdefault("path", held_out)  # required, but not read
+    if not held_out:
+        raise missing_held_out()
+    values.setdefault("data", {}).setdefault("path", held_out)  # required, but not read
     values.setdefault("loss", {}).setdefault("kind", TASKS["rl" if values.get("rollout") else "sft"].kind)
     config = config_from_dict(_with_defaults(values, "eval"))
     check_names(config.with_held_out_data())
@@ -276,6 +278,12 @@ def _plain(value: Any, name: str) -> Any:
 
 def _function_name(function: Callable[..., Any], name: str) -> str:
     module, own = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not own and hasattr(function, "save_pretrained"):
+        raise UserError(
+            name,
+            f"is an object of the class {type(function).__name__}, but a run reads its files",
+            "give the name of a folder or a Hub id; save_pretrained writes an object to a folder",
+        )
     if getattr(sys.modules.get(str(module)), own, None) is not function:
         raise UserError(
             name,

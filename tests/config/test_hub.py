@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
 from padfree.config.hub import check_name
+from padfree.model.model_files import opened
 from tests.refused import refused
 
 
@@ -89,3 +94,54 @@ def test_offline_mode_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"the Hub is not asked in offline mode \(HF_HUB_OFFLINE\)"):
         check_name("owner/name", "model.path")
+
+
+@contextmanager
+def as_another_user() -> Iterator[None]:
+    """Root may read everything."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that other users can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model"]
+)
+def test_a_file_of_a_model_without_permission_is_named(file: str, public: Path) -> None:
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "README.md"):
+        (public / name).write_text("{}")
+    (public / "README.md").chmod(0)  # nobody reads it
+    (public / "model-00001-of-00002.safetensors").symlink_to(public / "gone")
+    with as_another_user():
+        check_name(str(public), "teacher.path")
+    (public / file).touch()
+    (public / file).chmod(0)
+    with as_another_user():
+        with refused("teacher.path", f"{file}: Permission denied; give the user of this process permission"):
+            check_name(str(public), "teacher.path")
+        with refused("MODEL", f"{file}: Permission denied"):
+            check_name(str(public / file), "MODEL")
+
+
+def test_a_weight_file_that_loses_its_permission_is_not_called_missing(public: Path) -> None:
+    weights = public / "model.safetensors"
+    weights.touch()
+    weights.chmod(0)
+    with as_another_user(), refused("model", "Permission denied; give the user of this process permission"):
+        opened(weights)
+    weights.chmod(0o644)
+    with refused("model", "cannot be read .*; copy or download the file again"):
+        opened(weights)

@@ -88,6 +88,22 @@ CASES: list[tuple[str, list[str], str | None]] = [
     ("sft", ["batch.buffer=8"], "batch.buffer has no effect without batch.tokens"),
     ("sft", ["data.overlong=drop", "data.max_length=none"], "data.overlong has no effect without data.max_length"),
     ("sft", ["checkpoint.export=false", "checkpoint.export_dtype=float32"], "checkpoint.export_dtype has no effect wi"),
+    (
+        "sft",
+        ["checkpoint.export=false", "lora.rank=2", "lora.export=adapter"],
+        "lora.export has no effect with",
+    ),
+    (
+        "sft",
+        ["lora.rank=2", "lora.export=adapter", "checkpoint.export_dtype=bfloat16"],
+        "checkpoint.export_dtype has no effect with lora.export=adapter",
+    ),
+    ("sft", ["lora.export=merged", "lora.rank=2", "checkpoint.export_dtype=bfloat16"], None),
+    (
+        "rl",
+        ["lora.rank=2", "lora.export=adapter", "checkpoint.export_dtype=bfloat16", "loss.advantage=gae"],
+        None,  # the critic is exported as a whole model
+    ),
     ("distill", ["loss.distill.beta=0.5"], "loss.distill.beta has no effect with loss.distill.divergence=forward-kl"),
     ("dpo", ["loss.dpo.gamma=0.0"], "loss.dpo.gamma has no effect with loss.dpo.variant=sigmoid"),
     ("reward", ["parallel.head_memory=low"], "parallel.head_memory has no effect in padfree reward"),

@@ -8,16 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from padfree.config import LoraConfig
 from padfree.model import export
 from padfree.model.adapter import attach
-from padfree.model.export import export_model
+from padfree.model.export import export_adapters, export_model, separate_tensors, whole_tensors
 from padfree.model.load import load_model
+from padfree.model.lora import add_adapters, initial_values, is_adapter
+from padfree.model.named_tensors import named_tensors
+from padfree.model.split_weight import is_split
+from padfree.optim.master_weights import split_weights
+from padfree.rollout.engines.servers.weight_stream import SentWeights, WeightStream
 from padfree.testing.models import build
 from tests.ranks import run_ranks
 from tests.refused import refused
+from tests.train.cases import alone
 
 
 def assert_same(got: PreTrainedModel, expected: PreTrainedModel) -> None:
@@ -160,3 +169,72 @@ def test_an_export_that_died_between_its_renames_is_put_back(tmp_path: Path, mon
     with pytest.raises(ValueError, match="broken"):
         export_model(build("llama", seed=1), tmp_path / "out")
     assert_same(load_model(tmp_path / "out"), model)
+
+
+# Weights that are stored as `SplitWeight`
+
+EXPORTED = {
+    "merged": lambda model: dict(whole_tensors(model)),
+    "separate": lambda model: dict(separate_tensors(model)),
+    "sent": lambda model: sent(model, torch.bfloat16),
+    "sent in float32": lambda model: sent(model, torch.float32),
+    "changes": lambda model: changes(model, torch.bfloat16),
+    "changes in float32": lambda model: changes(model, torch.float32),
+}
+
+
+def sent(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    return dict(named for bucket in WeightStream(model, dtype).buckets(model, keep=True) for named in bucket.tensors)
+
+
+def changes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    weights = SentWeights(stream=WeightStream(model, dtype), group=alone().loss.group)
+    weights.keep(model, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    return dict(named for bucket in weights.buckets(model, 1) for named in bucket.tensors)
+
+
+OF_LINEARS, OF_EXPERTS = LoraConfig(rank=2), LoraConfig(rank=2, targets=("all-linear", "experts"))
+
+
+def with_adapters(name: str, lora: LoraConfig | None) -> PreTrainedModel:
+    model = build(name)
+    if lora is not None:
+        add_adapters(model, lora)
+        for tensor_name, tensor in named_tensors(model).items():
+            if is_adapter(tensor_name):  # B too, which begins as zeros
+                tensor.data.copy_(initial_values(tensor_name.replace("lora_B", "lora_A"), tensor.shape, 7))
+    return model
+
+
+@pytest.mark.parametrize("consumer", EXPORTED)
+@pytest.mark.parametrize(
+    ("name", "lora"), [("ernie4_5_moe", None), ("llama_tied", OF_LINEARS), ("qwen3_moe", OF_EXPERTS)]
+)
+def test_split_weights_leave_the_process_as_plain_tensors(name: str, lora: LoraConfig | None, consumer: str) -> None:
+    """With parameters that stay in float32 (the routers of Ernie), adapters, and adapters of experts."""
+    found = []
+    for splits in (False, True):
+        model = with_adapters(name, lora)
+        if splits:
+            split_weights(model.parameters())
+            assert any(map(is_split, named_tensors(model).values()))
+        found.append(EXPORTED[consumer](model))
+    expected, tensors = found
+    assert tensors.keys() == expected.keys()
+    for tensor_name, tensor in tensors.items():
+        assert not is_split(tensor), tensor_name
+        assert torch.equal(tensor, expected[tensor_name]), tensor_name
+
+
+@pytest.mark.parametrize(("name", "lora"), [("llama_tied", OF_LINEARS), ("qwen3_moe", OF_EXPERTS)])
+def test_adapters_of_split_weights_are_exported(name: str, lora: LoraConfig, tmp_path: Path) -> None:
+    model = with_adapters(name, lora)
+    export_adapters(model, tmp_path / "plain")
+    split_weights(parameter for parameter in model.parameters() if parameter.requires_grad)
+    export_adapters(model, tmp_path / "split")
+    plain, own = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("plain", "split"))
+    assert own.keys() == plain.keys()
+    assert all(torch.equal(own[tensor_name], plain[tensor_name]) for tensor_name in plain)

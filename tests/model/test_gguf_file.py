@@ -18,6 +18,7 @@ from padfree.model.gguf_file import write_gguf
 from padfree.model.gguf_vocabulary import gguf_vocabulary
 from padfree.testing.models import build
 from padfree.testing.tokenizers import TEXTS, tiny_tokenizer
+from padfree.warning import PadfreeWarning
 from tests.refused import refused
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -214,6 +215,35 @@ def test_a_tokenizer_that_llama_cpp_would_split_differently_is_refused() -> None
         gguf_vocabulary(tiny_tokenizer(kind="metaspace"), VOCABULARY)
 
 
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_added_tokens_without_an_embedding_are_left_out(kind: str) -> None:
+    """As in Gemma 3's text models, whose tokenizer has an image token; a padding token can be one of them, too."""
+    tokenizer = tiny_tokenizer() if kind == "byte-level" else sentence_piece()
+    size = len(tokenizer)
+    expected = gguf_vocabulary(tokenizer, size)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    tokenizer.add_tokens(["<padding>"])
+    tokenizer.pad_token = "<padding>"
+    with pytest.warns(PadfreeWarning, match=r"lacks 2 added tokens .* \(<image>, <padding>\)"):
+        assert gguf_vocabulary(tokenizer, size) == expected
+    tokenizer.eos_token = "<image>"  # generation could not end
+    with refused("tokenizer", "'<image>' has the id"):
+        gguf_vocabulary(tokenizer, size)
+
+
+def test_a_file_of_a_model_with_fewer_embeddings_than_tokens_is_read_again(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer("chatml")
+    model = build("qwen3", vocab_size=len(tokenizer))
+    tokenizer.add_tokens(["<image>", "<padding>"], special_tokens=True)
+    tokenizer.pad_token = "<padding>"
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, len(tokenizer) - 1]
+    with pytest.warns(PadfreeWarning, match="lacks 2 added tokens"):
+        reader = write(model, tmp_path / "model.gguf", tokenizer)
+    assert len(value(reader, "tokenizer.ggml.tokens")) == model.config.vocab_size
+    assert "tokenizer.ggml.padding_token_id" not in reader.fields
+    assert "tokenizer.ggml.eot_token_id" not in reader.fields
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -268,7 +298,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_adapters_are_merged_and_a_run_has_its_chat_template(tmp_path: Path) -> None:
+def test_adapters_are_merged_and_the_template_is_that_of_the_exported_tokenizer(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     base, run = tmp_path / "base", tmp_path / "run"
     tiny("llama").save_pretrained(base)
@@ -281,10 +311,11 @@ def test_adapters_are_merged_and_a_run_has_its_chat_template(tmp_path: Path) -> 
             torch.nn.init.normal_(parameter, std=0.1)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(run / "model")
-    tiny_tokenizer("chatml").save_pretrained(run / "model")
-    (tmp_path / "template.jinja").write_text("{{ messages[0]['content'] }}")
+    tokenizer = tiny_tokenizer("chatml")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    tokenizer.save_pretrained(run / "model")
     (run / "run.json").write_text(json.dumps({"made_by": "padfree", "run": "x"}))
-    (run / "config.json").write_text(json.dumps({"data": {"chat_template": str(tmp_path / "template.jinja")}}))
+    (run / "config.json").write_text(json.dumps({"data": {"chat_template": "moved.jinja"}}))
     assert main(["export", str(run), str(tmp_path / "model.gguf")]) == 0
     read = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).state_dict()
     expected, name = adapted.merge_and_unload().state_dict(), "model.layers.0.mlp.down_proj.weight"

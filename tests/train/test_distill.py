@@ -24,8 +24,8 @@ from padfree.sharding.parallelize import parallelize, transformations
 from padfree.tasks.batch_advantages import reverse_kl, teacher_advantages
 from padfree.tasks.distill import DistillationMicroBatchLoss
 from padfree.testing.models import build, save_with_tokenizer
+from padfree.train.check_models import check_models
 from padfree.train.engine import Engine, LossSettings
-from padfree.train.preflight import check_models
 from padfree.train.run import train
 from padfree.train.scorer import Scorer
 from tests.refused import refused

@@ -16,15 +16,18 @@ from transformers import AutoModelForCausalLM
 from padfree.batch import LmHead
 from padfree.cli.main import main
 from padfree.config import Config, config_from_dict
+from padfree.data import DataReport
 from padfree.distributed import Mesh
 from padfree.head import matches
 from padfree.sample import Sample
 from padfree.tasks.measures import TokenMeasure
+from padfree.tasks.reading import TrainingData
 from padfree.testing.models import save_with_tokenizer
-from padfree.train.evaluate import HeldOut
+from padfree.train.evaluate import HeldOut, check_best
 from padfree.train.run import train
 from padfree.train.setup import build_engine
 from padfree.train.trainer import Trainer, is_better
+from tests.refused import refused
 from tests.train.cases import make_samples, weights_of
 from tests.train.trainer_cases import SFT, lines, make_config, make_trainer, save_config
 
@@ -219,3 +222,13 @@ def test_responses_to_held_out_prompts(draws: int, folder: Path, tmp_path: Path)
     assert (with_them / "rollouts.jsonl").read_text() == (without / "rollouts.jsonl").read_text()
     files = [folder / "model" / "model.safetensors" for folder in (with_them, without)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_best_checkpoint_may_be_chosen_by_one_of_several_sources() -> None:
+    samples = [Sample(tokens=np.arange(2), source=name) for name in ("a.jsonl", "b.jsonl", "a.jsonl")]
+    report = DataReport(num_rows=3, num_samples=3, num_tokens=6, rows_per_file={"a.jsonl": 2, "b.jsonl": 1})
+    several = TrainingData(samples=samples, report=report, place=str)
+    for name in (None, "eval/loss", "eval/a.jsonl/loss", "eval/b.jsonl/accuracy"):
+        check_best(name, several)
+    with refused("checkpoint.best", "give one of eval/loss, eval/a.jsonl/loss, eval/b.jsonl/loss"):
+        check_best("eval/c.jsonl/loss", several)

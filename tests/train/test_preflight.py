@@ -18,7 +18,8 @@ from padfree.data import TokenizedDataset
 from padfree.testing.models import build, save_with_tokenizer
 from padfree.train import run as whole_run
 from padfree.train.batcher import count_steps
-from padfree.train.preflight import check_context, check_experts, check_settings, preflight
+from padfree.train.check_models import check_context, check_experts
+from padfree.train.preflight import check_settings, preflight
 from padfree.train.training_data import load_tokenizer, load_training_data
 from tests.refused import refused
 
@@ -32,6 +33,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("models")
     found = {"qwen3": save_with_tokenizer(folder / "qwen3")}
     for name, model in (
+        ("llama4", build("llama4", vocab_size=64)),
+        ("qwen3_moe", build("qwen3_moe", vocab_size=64)),
         ("gpt2", build("gpt2", vocab_size=64, n_positions=16, max_position_embeddings=16)),
         ("small", build("qwen3", vocab_size=10, hidden_size=32)),
     ):
@@ -259,6 +262,37 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], list[str], str]] = [
         PROMPTS,
         ["data.columns={}", "rollout.reward=best"],
         "reward: 'best' is not the name of a reward; use one of exact_match",
+    ),
+    (
+        "sft",
+        "qwen3",
+        PAIRS,
+        ["loss.load_balancing=0.1"],
+        "loss.load_balancing: 0.1, but Qwen3ForCausalLM has no routers",
+    ),
+    ("sft", "gpt2", PAIRS, ["loss.router_bias=0.1"], "loss.router_bias: 0.1, but GPT2LMHeadModel has no routers"),
+    ("sft", "qwen3_moe", PAIRS, ["loss.router_bias=0.1"], "loss.router_bias: 0.1, but the routers of Qwen3Moe"),
+    ("sft", "llama4", PAIRS, ["loss.load_balancing=0.1"], "loss.load_balancing: is not supported for Llama4Router"),
+    (
+        "sft",
+        "qwen3",
+        PAIRS,
+        ["eval.path=FOLDER/d.jsonl", "checkpoint.best=eval/nope/loss"],
+        "checkpoint.best: 'eval/nope/loss' is not a metric of the evaluation; give one of eval/loss\n",
+    ),
+    (
+        "sft",
+        "qwen3",
+        PAIRS,
+        ["eval.path=FOLDER/d.jsonl", "checkpoint.best=eval/d.jsonl/accuracy"],  # a single file has no own metrics
+        "checkpoint.best: 'eval/d.jsonl/accuracy' is not a metric of the evaluation; give one of eval/accuracy\n",
+    ),
+    (
+        "rl-local",
+        "qwen3",
+        PROMPTS,
+        ["data.columns={}", "rollout.max_new_tokens=4", "eval.path=FOLDER/d.jsonl", "checkpoint.best=eval/x/reward"],
+        "checkpoint.best: 'eval/x/reward' is not a metric of the evaluation; give one of eval/reward\n",
     ),
 ]
 

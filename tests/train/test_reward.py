@@ -369,3 +369,15 @@ def test_dry_run_plan_and_wrong_inputs(folder: Path, tmp_path: Path, capsys: pyt
         error = capsys.readouterr().err
         assert message in error, error
         assert error.count("\n") == 1
+
+
+def test_an_evaluation_refuses_a_model_without_a_trained_head(folder: Path, tmp_path: Path) -> None:
+    """A head that is missing from the files would be random. Random weights that were asked for are evaluated."""
+    held_out: dict[str, Any] = {"eval": {"path": [str(folder / "test.jsonl")]}}
+    with refused("model.path", "has no score.weight"):
+        evaluate(make_config(folder, tmp_path / "run", **held_out))
+    config = folder / "model" / "config.json"
+    for model in ({"path": str(folder / "model"), "init": "random"}, {"path": str(config)}):
+        tokenizer = {"tokenizer": str(folder / "model")}
+        found = evaluate(make_config(folder, tmp_path / "run", model={**model, **tokenizer}, **held_out))
+        assert "eval/loss" in found

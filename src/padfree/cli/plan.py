@@ -286,7 +286,7 @@ def _calibrate(config: Config, settings: argparse.Namespace) -> None:
 def _plan(config: Config, settings: argparse.Namespace) -> tuple[RunPlan, Suggestion | None]:
     from padfree.model.structure import model_skeleton
     from padfree.tools.planner import DeviceMemory, PlanShape, choose_time_model, load_steps, make_plan, suggest
-    from padfree.train.preflight import check_experts
+    from padfree.train.check_models import check_experts
 
     if config.parallel.context == "auto":
         raise UserError(

@@ -196,7 +196,7 @@ class Config:
     def with_held_out_data(self) -> Config:
         """Return these settings with the held-out data of `eval.path` in place of the training data."""
         if not self.eval.path:
-            raise UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
+            raise missing_held_out()
         data = replace(self.data, path=self.eval.path, sources=(), split=self.eval.split)
         reward = self.eval.reward or self.rollout.reward
         return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
@@ -206,3 +206,7 @@ class Config:
         values = asdict(self)
         del values["given"]
         return values
+
+
+def missing_held_out() -> UserError:
+    return UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")

@@ -16,7 +16,7 @@ from typing import Literal
 
 from padfree.config.config import Config
 from padfree.config.functions import model_of
-from padfree.config.inputs import check_regular, is_data_file
+from padfree.config.inputs import check_readable, check_regular, is_data_file
 from padfree.errors import UserError
 
 SECONDS = 10.0
@@ -68,6 +68,8 @@ def check_name(name: str, setting: str, kind: Literal["model", "dataset"] = "mod
     try:
         if Path(name).expanduser().exists():
             check_regular(Path(name).expanduser(), setting)
+            if kind == "model":
+                check_readable(Path(name).expanduser(), setting)
             return
     except (OSError, RuntimeError) as error:  # e.g. a long name, no permission, or an unknown ~user
         reason = getattr(error, "strerror", None) or error

@@ -60,6 +60,7 @@ _served = _unless(
 )
 _colocated = _unless(lambda config: config.rollout.colocated, lambda _: "with rollout.colocated=false")
 _adapters = _unless(lambda config: config.lora.rank > 0, lambda config: "with lora.rank=0")
+_exported = _unless(lambda config: config.checkpoint.export, lambda _: "with checkpoint.export=false")
 _evaluated = _unless(lambda config: bool(config.eval.path), lambda config: "without eval.path")
 _kl = _unless(lambda config: config.loss.kl_coefficient > 0, lambda config: "with loss.kl_coefficient=0")
 _falls = _unless(lambda config: config.schedule.kind != "constant", lambda _: "with schedule.kind=constant")
@@ -98,7 +99,7 @@ READ_BY: dict[str, Reason | None] = {
     "lora.alpha": _adapters,
     "lora.dropout": _adapters,
     "lora.targets": _adapters,
-    "lora.export": _adapters,
+    "lora.export": _first(_adapters, _exported),
     "reference.path": None,
     "reference.offload": _unless(lambda config: config.reference.path is not None, lambda _: "without reference.path"),
     "reference.refresh": None,
@@ -287,8 +288,12 @@ READ_BY: dict[str, Reason | None] = {
     "checkpoint.asynchronous": None,
     "checkpoint.resume": None,
     "checkpoint.export": None,
-    "checkpoint.export_dtype": _unless(
-        lambda config: config.checkpoint.export, lambda _: "with checkpoint.export=false"
+    "checkpoint.export_dtype": _first(
+        _exported,
+        _unless(  # adapters stay in float32; a critic is exported as a whole model
+            lambda config: config.lora.rank == 0 or config.lora.export != "adapter" or config.loss.advantage == "gae",
+            lambda _: "with lora.export=adapter",
+        ),
     ),
     "checkpoint.best": None,
     "checkpoint.better": None,

@@ -1,4 +1,4 @@
-"""Paths that a user gives: expand `~`, tell files, folders and Hub ids apart, refuse FIFOs, sockets and devices.
+"""Paths that a user gives: expand `~`, tell files, folders and Hub ids apart, refuse what cannot be read.
 
 Opening a FIFO blocks until another process writes to it, possibly for ever.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from padfree.config.packaged import is_packaged
-from padfree.errors import UserError
+from padfree.errors import UserError, system_error
 
 DATA_FILES = (".jsonl", ".json", ".parquet")
 """The suffixes of data files, in upper or lower case."""
@@ -24,6 +24,8 @@ KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+MODEL_FILES = (".json", ".jinja", ".model", ".safetensors", ".txt")
+"""The suffixes of the files that padfree and transformers read from a model folder."""
 OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 """Matches paths of open file descriptors, such as `/dev/stdin` and a shell's `<(...)`."""
 
@@ -107,3 +109,19 @@ def check_regular(path: str | Path, setting: str, *, once: bool = True) -> None:
         for entry in entries:
             if (kind := special_kind(os.path.join(path, entry))) is not None:
                 raise UserError(setting, f"{os.path.join(path, entry)} is {kind}, not a file", "move it away")
+
+
+def check_readable(path: Path, setting: str) -> None:
+    """Raise a `UserError` if the system does not let this process open a file of a model.
+
+    `path`: a file, or the folder of the model. The readers of transformers would call such a file missing or damaged.
+    """
+    files = [entry for entry in sorted(path.iterdir()) if entry.suffix in MODEL_FILES] if path.is_dir() else [path]
+    for file in files:
+        try:
+            with file.open("rb"):
+                pass
+        except OSError as error:
+            reason = system_error(error, setting)
+            if reason is not None:  # anything else, such as a broken link, is an error only if the file is needed
+                raise reason from None

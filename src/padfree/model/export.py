@@ -36,12 +36,13 @@ from transformers.utils import logging
 from padfree.distributed import raise_together
 from padfree.errors import UserError
 from padfree.model.expert_adapters import has_expert_adapters, merged_weight, stacked_weights
+from padfree.model.export_files import default_mode, save_model
 from padfree.model.lora import ADAPTER, added_weight, is_adapted, is_adapter
 from padfree.model.named_tensors import clean_name, named_tensors
 from padfree.model.nonfinite_tensors import nonfinite_tensor
-from padfree.model.split_weight import is_split
+from padfree.model.split_weight import plain_tensor
 from padfree.model.structure import keep_in_float32
-from padfree.model.wrapper import copy_processor, save_whole, wrapper_of
+from padfree.model.wrapper import LEGACY_TEMPLATE, TEMPLATE, copy_processor, save_whole, wrapper_of
 from padfree.version import __version__
 
 RECORD = "padfree_export.json"
@@ -74,7 +75,7 @@ def export_model(
     for name, whole in whole_tensors(model):
         if first:
             kept = whole.to(dtypes[name]) if dtype is not None and name in parameters else whole
-            tensors[name] = (kept.joined() if is_split(kept) else kept).cpu().contiguous()
+            tensors[name] = kept.cpu().contiguous()
     raise_together(_not_finite(tensors, parameters, dtype or model.dtype))
 
     wrapper = wrapper_of(model)
@@ -84,7 +85,7 @@ def export_model(
             if wrapper is not None:
                 save_whole(wrapper, empty, tensors, temporary, max_shard_size)
             else:
-                empty.save_pretrained(temporary, state_dict=tensors, max_shard_size=max_shard_size)
+                save_model(empty, temporary, tensors, max_shard_size)
                 copy_processor(model, temporary)
 
     _write_first(folder, write, tokenizer)
@@ -211,13 +212,15 @@ def tensor_gatherers(model: PreTrainedModel) -> dict[str, Callable[[], Tensor]]:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that may be sharded, on every rank. All ranks must call this function."""
+    """Return the whole of a tensor that may be sharded or a `SplitWeight`, as a plain tensor, on every rank. All ranks
+    must call this function.
+    """
     if isinstance(tensor, DTensor):
         # Move offloaded shards to the device first, because the communication backend needs them there.
         tensor = tensor.detach().to(tensor.device_mesh.device_type)
         assert isinstance(tensor, DTensor)
         tensor = tensor.full_tensor()
-    return tensor.detach()
+    return plain_tensor(tensor.detach())
 
 
 def _is_first() -> bool:
@@ -267,6 +270,8 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
         write(temporary)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+            if (temporary / TEMPLATE).exists():  # transformers would prefer an older template in the other file
+                (temporary / LEGACY_TEMPLATE).unlink(missing_ok=True)
         record = {
             "made_by": "padfree",
             "padfree": __version__,
@@ -274,6 +279,10 @@ def _write(folder: Path, write: Callable[[Path], None], tokenizer: Any) -> None:
             "files": sorted(path.name for path in temporary.iterdir()),
         }
         (temporary / RECORD).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        mode = default_mode(temporary)
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)
         for path in (*temporary.iterdir(), temporary):
             sync(path)
         if folder.exists():

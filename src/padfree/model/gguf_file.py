@@ -46,11 +46,8 @@ class _GgufRope:
     frequencies: Tensor | None = None  # [head_dim / 2], Llama 3 scaling
 
 
-def write_gguf(model: PreTrainedModel, tokenizer: Any, path: Path, *, chat_template: str | None = None) -> None:
-    """Write a model and its tokenizer to the file `path`, which must not exist.
-
-    If `chat_template` is None, the tokenizer's own chat template is written.
-    """
+def write_gguf(model: PreTrainedModel, tokenizer: Any, path: Path) -> None:
+    """Write a model and its tokenizer, with its chat template, to the file `path`, which must not exist."""
     from gguf import GGUFWriter
 
     if path.exists():
@@ -67,7 +64,7 @@ def write_gguf(model: PreTrainedModel, tokenizer: Any, path: Path, *, chat_templ
     writer = GGUFWriter(temporary, ARCHITECTURES[config.model_type])
     try:
         _add_settings(writer, config, rope, path.stem)
-        _add_tokenizer(writer, model, tokenizer, chat_template)
+        _add_tokenizer(writer, model, tokenizer)
         _write_tensors(writer, model, rope)
         writer.close()
         sync(temporary)
@@ -166,7 +163,7 @@ def _add_settings(writer: GGUFWriter, config: Any, rope: _GgufRope, name: str) -
 # The tokenizer
 
 
-def _add_tokenizer(writer: GGUFWriter, model: PreTrainedModel, tokenizer: Any, chat_template: str | None) -> None:
+def _add_tokenizer(writer: GGUFWriter, model: PreTrainedModel, tokenizer: Any) -> None:
     config: Any = model.config
     found = gguf_vocabulary(tokenizer, config.vocab_size)
     writer.add_tokenizer_model(found.model)
@@ -186,16 +183,17 @@ def _add_tokenizer(writer: GGUFWriter, model: PreTrainedModel, tokenizer: Any, c
         (tokenizer.unk_token_id, writer.add_unk_token_id),
         (tokenizer.pad_token_id, writer.add_pad_token_id),
     ):
-        if identity is not None:
+        if identity is not None and identity < config.vocab_size:  # a padding token may have no embedding
             add(identity)
     stops = getattr(model.generation_config, "eos_token_id", None)
-    others = [stop for stop in (stops if isinstance(stops, list) else []) if stop != tokenizer.eos_token_id]
+    listed = [stop for stop in (stops if isinstance(stops, list) else []) if stop < config.vocab_size]
+    others = [stop for stop in listed if stop != tokenizer.eos_token_id]
     if others:
         writer.add_eot_token_id(others[0])
     ids = tokenizer("a")["input_ids"]
     writer.add_add_bos_token(tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and ids[-1] == tokenizer.eos_token_id)
-    template = chat_template if chat_template is not None else tokenizer.chat_template
+    template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if template:

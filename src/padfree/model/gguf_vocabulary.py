@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from padfree.errors import UserError
+from padfree.warning import PadfreeWarning
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,7 +48,8 @@ class GgufVocabulary:
 def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
     """Return the vocabulary of a tokenizer, for a model whose embedding has `size` rows.
 
-    An embedding row without a token gets a name with its index: row 7 becomes `[PAD7]`.
+    An embedding row without a token gets a name with its index: row 7 becomes `[PAD7]`. Added tokens without an
+    embedding row, such as the image token of Gemma 3's text models, are left out with a warning.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     state = {} if backend is None else json.loads(backend.to_str())
@@ -54,9 +57,7 @@ def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
     if model.get("type") != "BPE":
         raise _refused(f"the class {type(tokenizer).__name__} is not a BPE tokenizer of the tokenizers library")
     added = {entry["content"]: entry for entry in state["added_tokens"]}
-    names = {index: token for token, index in tokenizer.get_vocab().items()}
-    if max(names) >= size:
-        raise _refused(f"the tokenizer has {max(names) + 1} tokens, but the embedding of the model has only {size}")
+    names = _with_embedding(tokenizer, added, size)
     merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
     normalizer = state["normalizer"]
     if not model["byte_fallback"]:
@@ -82,6 +83,25 @@ def gguf_vocabulary(tokenizer: Any, size: int) -> GgufVocabulary:
         scores=[-float(ranks.get(names.get(index, ""), 0)) for index in range(size)],
         space_prefix=_space_prefix(normalizer, state["pre_tokenizer"]),
     )
+
+
+def _with_embedding(tokenizer: Any, added: Collection[str], size: int) -> dict[int, str]:
+    """Return the tokens that have an embedding row, by id. `added`: the added tokens, which no merge produces."""
+    names = {index: token for token, index in tokenizer.get_vocab().items()}
+    beyond = {index: token for index, token in sorted(names.items()) if index >= size}
+    used = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    for index, token in beyond.items():
+        if token not in added or index in used:
+            raise _refused(f"its token {token!r} has the id {index}, but the embedding of the model has {size} rows")
+    if beyond:
+        listed = ", ".join(list(beyond.values())[:5]) + (", ..." if len(beyond) > 5 else "")
+        number = f"{len(beyond)} added token{'s' if len(beyond) > 1 else ''}"
+        warnings.warn(
+            f"the GGUF file lacks {number} of the tokenizer, without a row in the embedding of the model ({listed})",
+            PadfreeWarning,
+            2,
+        )
+    return {index: token for index, token in names.items() if index < size}
 
 
 def _refused(fact: str) -> UserError:

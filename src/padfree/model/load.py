@@ -26,6 +26,7 @@ from padfree.choices import Init, ModelHead
 from padfree.distributed import raise_together
 from padfree.errors import UserError
 from padfree.model.broadcast_weights import broadcast_weights, initialised, through_transformers
+from padfree.model.export_files import GENERATION_CONFIG
 from padfree.model.interface import text_config
 from padfree.model.lora import initial_values, is_adapter
 from padfree.model.model_files import one_line, open_model, opened
@@ -133,10 +134,8 @@ def load_model(
                 if buffer is not None:
                     buffer.copy_(restored[clean_name(f"{module_name}.{buffer_name}")])
     _check_finite(model, tensors, files or {}, name)
-    if files is not None and head == "tokens":
-        folder = next(iter(files.values())).parent
-        if (folder / "generation_config.json").exists():
-            model.generation_config = _generation_config(folder)
+    if head == "tokens" and (generation_config := loaded_generation_config(files)) is not None:
+        model.generation_config = generation_config
     if wrapper is not None:
         remember(model, wrapper)
     if vision and files is not None:
@@ -145,13 +144,17 @@ def load_model(
     return model
 
 
-def _generation_config(folder: Path) -> GenerationConfig:
+def loaded_generation_config(files: Mapping[str, Path] | None) -> GenerationConfig | None:
+    """Return the generation config in the folder of these weight files, or None if there is none."""
+    folder = None if files is None else next(iter(files.values())).parent
+    if folder is None or not (folder / GENERATION_CONFIG).exists():
+        return None
     try:
         return GenerationConfig.from_pretrained(folder)
     except Exception as error:  # the file can hold anything
         raise UserError(
             "model",
-            f"{folder / 'generation_config.json'} cannot be read ({one_line(error)})",
+            f"{folder / GENERATION_CONFIG} cannot be read ({one_line(error)})",
             "correct or remove the file",
         ) from None
 

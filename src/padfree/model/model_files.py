@@ -25,7 +25,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from padfree.choices import Init
 from padfree.config.model_folder import INDEX, SHARD, WEIGHTS, check_config_file, check_weight_files, read_index
-from padfree.errors import UserError
+from padfree.errors import UserError, system_error
 
 PARTIAL = "padfree_partial"
 """A key in the metadata of model.safetensors.index.json. If its value is true, the safetensors files may hold tensors
@@ -164,9 +164,12 @@ def _indexed(folder: Path, shards: list[str]) -> dict[str, Path]:
 def opened(path: Path) -> Any:
     """Open a safetensors file and read its header."""
     try:
+        with path.open("rb"):
+            pass  # safetensors calls a file without permission missing
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise UserError(
+        known = system_error(error, "model") if isinstance(error, OSError) else None
+        raise known or UserError(
             "model", f"{path} cannot be read ({one_line(error)})", "copy or download the file again"
         ) from None
 

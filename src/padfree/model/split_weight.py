@@ -206,6 +206,13 @@ def is_split(tensor: Tensor) -> TypeGuard[SplitWeight]:
     return isinstance(tensor, SplitWeight)
 
 
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """Return the values of a `SplitWeight` as a plain tensor, for code that reads the memory of a tensor, such as
+    safetensors. Any other tensor is returned unchanged.
+    """
+    return tensor.joined() if is_split(tensor) else tensor
+
+
 def _map(function: Callable[[SplitWeight], Tensor], values: Any) -> Any:
     return tree_map(lambda value: function(value) if isinstance(value, SplitWeight) else value, values)
 

@@ -22,16 +22,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from padfree.errors import UserError
+from padfree.model.export_files import save_model
 from padfree.model.model_files import one_line
 
 ATTRIBUTE = "_padfree_wrapper"
 PROCESSOR = "_padfree_processor"
+TEMPLATE, LEGACY_TEMPLATE = "chat_template.jinja", "chat_template.json"
 PROCESSOR_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "video_preprocessor_config.json",
-    "chat_template.json",
-    "chat_template.jinja",
+    LEGACY_TEMPLATE,
+    TEMPLATE,
 )
 
 
@@ -134,7 +136,7 @@ def save_whole(
         first = next((other for other in tensors if _same(language, name, other)), None)
         if first is not None:
             state[names[name]] = tensors[first]
-    whole.save_pretrained(folder, state_dict=state, max_shard_size=max_shard_size)
+    save_model(whole, folder, state, max_shard_size)
     _copy_processor(wrapper.folder, folder)
 
 

@@ -1,14 +1,30 @@
-"""Reproducible steps: deterministic algorithms, and the random state of a process."""
+"""Reproducible steps: torch's modes, deterministic algorithms, and the random state of a process."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@contextmanager
+def default_modes() -> Iterator[None]:
+    """Context manager: in its block torch computes as at the start of a process, also if the caller is inside
+    `no_grad`, `inference_mode`, `autocast` or a default device.
+    """
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                modes.enter_context(torch.autocast(kind, enabled=False))
+        if torch.get_default_device().type != "cpu":
+            modes.enter_context(torch.device("cpu"))
+        yield
 
 
 @contextmanager

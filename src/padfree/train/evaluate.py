@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from padfree.config import EvalConfig, LossConfig
 from padfree.data import Reward, load_reward
+from padfree.errors import UserError
 from padfree.optim.master_weights import compute_copies
 from padfree.rollout import Prompt
 from padfree.rollout.collect.collector import Collector
@@ -183,6 +184,23 @@ class SampledResponses:
 
 
 # Selection
+
+
+def check_best(name: str | None, held_out: TrainingData) -> None:
+    """Raise a `UserError` if `checkpoint.best` is `eval/SOURCE/METRIC`, but the held-out data has no such source.
+
+    The metric itself is checked in `padfree.config`. A single source has no metrics of its own.
+    """
+    source = "" if name is None else name.removeprefix("eval/").rpartition("/")[0]
+    if not source:
+        return
+    found = sorted({str(sample.source) for sample in held_out.samples})
+    if len(found) > 1 and source in found:
+        return
+    assert name is not None
+    metric = name.rpartition("/")[2]
+    names = ", ".join([f"eval/{metric}", *(f"eval/{each}/{metric}" for each in found if len(found) > 1)])
+    raise UserError("checkpoint.best", "is not a metric of the evaluation", f"give one of {names}", value=name)
 
 
 def make_evaluation(

@@ -22,10 +22,53 @@ from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.losses import LossOutput
 from padfree.model import hidden_states
-from padfree.model.routers import RouterRecorder, routers_of
+from padfree.model.mixers.own_forward import reference_functions
+from padfree.model.probe import small_copy, undisturbed
+from padfree.model.routers import Router, RouterRecorder, routers_of
 from padfree.sharding.parallelize import inside
 from padfree.tasks.micro_batch_loss import MicroBatchLoss
 from padfree.train.microbatch import MicroBatch
+
+PROBED_TOKENS = 4
+"""Number of tokens for which a small copy of the model computes routes."""
+
+
+def check_router_balance(model: PreTrainedModel, *, coefficient: float, bias_rate: float) -> None:
+    """Raise a `UserError` if the routers of this model, which may be on the meta device, cannot be balanced."""
+    balanced_routers(model, coefficient=coefficient, bias_rate=bias_rate)
+    with undisturbed():
+        copy = small_copy(model)
+        if copy is None:
+            return
+        recorder = RouterRecorder(routers_of(copy), own=True)
+        recorder.record(True)
+        copy.set_attn_implementation("eager")
+        with reference_functions(copy), torch.no_grad():
+            try:
+                copy(input_ids=torch.arange(PROBED_TOKENS)[None])
+            except UserError:
+                raise  # a router that does not return its logits and choices
+            except Exception:  # the code of a model may fail in any way; the first step records the routers itself
+                return
+
+
+def balanced_routers(model: PreTrainedModel, *, coefficient: float, bias_rate: float) -> list[Router]:
+    """Return the routers of the model. Raise a `UserError` if it has none, or if they lack the bias that would move."""
+    name, routers = type(model).__name__, routers_of(model)
+    if not routers or len({router.num_experts for router in routers}) > 1:
+        setting, value = ("load_balancing", coefficient) if coefficient else ("router_bias", bias_rate)
+        raise UserError(
+            f"loss.{setting}",
+            f"{value}, but {name} has no routers, or routers with unequal numbers of experts",
+            "leave it out",
+        )
+    if bias_rate and not all(router.bias for router in routers):
+        raise UserError(
+            "loss.router_bias",
+            f"{bias_rate}, but the routers of {name} have no bias",
+            "set loss.load_balancing=0.001 instead",
+        )
+    return routers
 
 
 class RouterBalance:
@@ -33,21 +76,7 @@ class RouterBalance:
 
     def __init__(self, model: PreTrainedModel, mesh: Mesh, *, coefficient: float, bias_rate: float) -> None:
         self.mesh, self.coefficient, self.bias_rate = mesh, coefficient, bias_rate
-        self.routers = routers_of(model)
-        name = type(model).__name__
-        if not self.routers or len({router.num_experts for router in self.routers}) > 1:
-            setting, value = ("load_balancing", coefficient) if coefficient else ("router_bias", bias_rate)
-            raise UserError(
-                f"loss.{setting}",
-                f"{value}, but {name} has no routers, or routers with unequal numbers of experts",
-                "leave it out",
-            )
-        if bias_rate and not all(router.bias for router in self.routers):
-            raise UserError(
-                "loss.router_bias",
-                f"{bias_rate}, but the routers of {name} have no bias",
-                "set loss.load_balancing=0.001 instead",
-            )
+        self.routers = balanced_routers(model, coefficient=coefficient, bias_rate=bias_rate)
         self.recorder = RouterRecorder(self.routers, own=True)
         self._counts: Tensor | None = None  # [R, E] choices in the global batch
         self._own = self._zeros()

@@ -42,7 +42,7 @@ from padfree.stop_signals import StopSignals
 from padfree.tasks.reading import Samples, TrainingData, text_settings
 from padfree.train.batch_preparer import BatchPreparer
 from padfree.train.batcher import make_batcher, planned_steps
-from padfree.train.determinism import deterministic
+from padfree.train.determinism import default_modes, deterministic
 from padfree.train.disk import check_disk
 from padfree.train.early_imports import EarlyImports, first_step_modules
 from padfree.train.engine import Engine
@@ -61,6 +61,7 @@ from padfree.train.setup import (
     build_reference,
     build_reward_model,
     build_teacher_scorer,
+    check_evaluated_head,
     export,
     export_critic,
     export_dtype,
@@ -91,6 +92,7 @@ def train(
     require_trackers(config.track)
     report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
+        default_modes(),
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
@@ -245,19 +247,21 @@ def evaluate(
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     report_activity("waiting for the other processes" if "WORLD_SIZE" in os.environ else "starting", 0, 0)
     with (
+        default_modes(),
         deterministic(config.run.deterministic),
         distributed(device=config.run.device, timeout=config.run.timeout) as device,
     ):
         mesh = mesh_of(config, device)
         report_activity("reading model and data", 0, 0)
         preflight_result = preflight(
-            config, processes=mesh.loss.size, device_type=mesh.device.type, progress=on_tokenising
+            config, processes=mesh.loss.size, device_type=mesh.device.type, trains=False, progress=on_tokenising
         )
         resolved = resolve_auto_on(config, mesh, **_memory_facts(config, preflight_result, mesh.loss.size))
         if on_note is not None:
             for line in (*preflight_result.source.notes, *resolved.lines()):
                 on_note(line)
         report_activity("loading the model", 0, 0)
+        check_evaluated_head(config)
         engine = build_engine(resolved.config, mesh, preflight_result.tokenizer)
         collector = _collector(resolved.config, mesh, engine, preflight_result.tokenizer, preflight_result.source)
         with nullcontext() if collector is None else closing(collector):

@@ -154,7 +154,7 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
         return None
     config = resolve_auto_on(config, mesh).config
     with _errors_at("rollout.reward"):
-        check_reward_model(path, opened_together(path, trust_remote_code=code)[1])
+        check_reward_model("rollout.reward", path, opened_together(path, trust_remote_code=code)[1])
     model = _load(config, mesh, path, "rollout.reward", offload=False, frozen=True, head="scalar")
     # The reward model's tokenizer may need more tokens for a text than the run's. Therefore a text may exceed
     # batch.max_tokens; it then gets a pack of its own.
@@ -163,12 +163,21 @@ def build_reward_model(config: Config, mesh: Mesh) -> ModelReward | None:
     return ModelReward(scorer, open_tokenizer(path, "rollout.reward", code), config.data)
 
 
-def check_reward_model(path: str, files: Mapping[str, Path] | None) -> None:
-    """Raise an error if the model at `path` has no trained scalar head. `files`: its files, if they are known."""
+def check_evaluated_head(config: Config) -> None:
+    """Raise a `UserError` if `padfree eval` would measure a new, random scalar head. All ranks must call this."""
+    path, init, code = config.model.path, config.model.init, config.model.trust_remote_code
+    if config.loss.head == "scalar" and init == "weights" and not Path(path).is_file():
+        with _errors_at("model.path"):
+            check_reward_model("model.path", path, opened_together(path, trust_remote_code=code)[1])
+
+
+def check_reward_model(setting: str, path: str, files: Mapping[str, Path] | None) -> None:
+    """Raise an error about `setting` if the model at `path` has no trained scalar head.
+
+    `files`: its files, if they are known.
+    """
     if files is None or WEIGHT not in files:
-        raise UserError(
-            "rollout.reward", f"{path} has no {WEIGHT}", "give the folder of a model that `padfree reward` wrote"
-        )
+        raise UserError(setting, f"{path} has no {WEIGHT}", "give the folder of a model that `padfree reward` wrote")
 
 
 def build_teacher(config: Config, mesh: Mesh) -> PreTrainedModel:

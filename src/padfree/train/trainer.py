@@ -265,10 +265,6 @@ class Trainer:
         name = self.config.checkpoint.best
         if name is None or self.step == 0:  # the initial weights are never saved as the best ones
             return
-        if name not in found:
-            raise UserError(
-                "checkpoint.best", "is not a metric of the evaluation", f"give one of {', '.join(found)}", value=name
-            )
         if self.best is None or is_better(found[name], self.best.value, name, self.config.checkpoint.better):
             self.best = Best(metric=name, value=found[name], step=self.step)
             self.checkpointer.keep(None)  # the previous best may be deleted once this one is complete

@@ -45,7 +45,7 @@ from padfree.rollout import Prompt
 from padfree.sample import Sample
 from padfree.tasks import Task, task_of
 from padfree.tasks.batch_advantages import check_signal
-from padfree.tasks.reading import ReadSettings, Samples, TrainingData, text_settings
+from padfree.tasks.reading import ReadSettings, Samples, TrainingData, read_template, text_settings
 from padfree.train.batcher import row_starts
 
 MOST_LOOKED_AT = 1000
@@ -55,15 +55,18 @@ MOST_LOOKED_AT = 1000
 def load_tokenizer(config: Config) -> Any:
     """Load the tokenizer that `model.tokenizer` names, or else the model's own.
 
-    A run on rollout files may have no tokenizer; the result is then None.
+    Its chat template is that of `data.chat_template`, if set, so that the exported tokenizer has the template of the
+    run. A run on rollout files may have no tokenizer; the result is then None.
     """
     if not check_tokenizer_files(config):
         return None
     field = "model.path" if config.model.tokenizer is None else "model.tokenizer"
-    found = open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
+    tokenizer = open_tokenizer(config.model.tokenizer or config.model.path, field, config.model.trust_remote_code)
     if (images := image_settings(config.model, config.data)) is not None:
-        images.processor.give_template(found)
-    return found
+        images.processor.give_template(tokenizer)
+    if config.data.chat_template is not None and config.data.prompt_format != "plain":
+        tokenizer.chat_template = read_template(config.data.chat_template)
+    return tokenizer
 
 
 def open_tokenizer(name: str, setting: str, trust_remote_code: bool = False) -> Any:

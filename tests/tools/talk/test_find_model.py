@@ -25,10 +25,10 @@ def test_a_model_folder(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_is_its_exported_model_with_its_chat_settings(tmp_path: Path) -> None:
-    run = folder_of(tmp_path / "run", "run.json", config=json.dumps({"data": {"chat_template": "t.jinja"}}))
+    run = folder_of(tmp_path / "run", "run.json", config=json.dumps({"data": {"chat_template": "moved.jinja"}}))
     folder_of(run / "model", "config.json", "tokenizer.json")
     model = str(run / "model")
-    assert find_model(str(run)) == ModelFiles(weights=model, tokenizer=model, chat_template="t.jinja")
+    assert find_model(str(run)) == ModelFiles(weights=model, tokenizer=model)
     (run / "config.json").write_text(json.dumps({"data": {"prompt_format": "plain"}}))
     assert find_model(str(run)) == ModelFiles(weights=model, tokenizer=model, plain=True)
     for damaged in ("{", "[]", '{"data": 3}'):

@@ -118,8 +118,7 @@ def open_patient(
         with safe_open(stored[HEAD], framework="pt") as file:
             tied[HEAD] = file.get_tensor(HEAD).float().to(model.device)
     tokenizer = open_tokenizer(files.tokenizer, "MODEL")
-    source = chat_template or files.chat_template
-    template = None if source is None else read_template(source, "--chat-template")
+    template = None if chat_template is None else read_template(chat_template, "--chat-template")
     text = template or tokenizer.chat_template
     return Patient(
         name=name,

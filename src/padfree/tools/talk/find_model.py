@@ -2,7 +2,7 @@
 
     example of a name    what it is                                        files
     Qwen/Qwen3-0.6B      a Hub id, or a folder with config.json            its weights and tokenizer
-    runs/sft             a run folder (run.json)                           runs/sft/model, and the run's chat template
+    runs/sft             a run folder (run.json)                           runs/sft/model
     runs/lora/model      an adapter folder (adapter_config.json)           its adapters, and the base model they name
 
 This module does not import torch, so that an error about a wrong name is printed at once.
@@ -25,7 +25,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFiles:
-    """The locations of a model's weights, tokenizer, adapter and chat template.
+    """The locations of a model's weights, tokenizer and adapter.
 
     `weights` and `tokenizer` are folders or Hub ids.
     """
@@ -33,7 +33,6 @@ class ModelFiles:
     weights: str
     tokenizer: str
     adapter: Path | None = None
-    chat_template: str | None = None  # a file; None: the tokenizer's own
     plain: bool = False  # the run trained on plain prompts, without a chat template
 
 
@@ -65,12 +64,7 @@ def _of_run(folder: Path, base: str | None) -> ModelFiles:
     settings = read_object(folder / CONFIG) or {}
     data: Any = settings.get("data")
     data = data if isinstance(data, dict) else {}
-    template = data.get("chat_template")
-    return replace(
-        _of_folder(exported, base),
-        chat_template=template if isinstance(template, str) else None,
-        plain=data.get("prompt_format") == "plain",
-    )
+    return replace(_of_folder(exported, base), plain=data.get("prompt_format") == "plain")
 
 
 def _of_folder(folder: Path, base: str | None) -> ModelFiles:

@@ -290,7 +290,7 @@ def open_speaker(
     tokenizer = open_tokenizer(files.tokenizer, SETTING)
     chat = None
     if not plain:
-        chat = _renderer(tokenizer, chat_template or files.chat_template, template_arguments)
+        chat = _renderer(tokenizer, chat_template, template_arguments)
     model, kind = load_language_model(files, dtype_named(dtype, place), place)
     return Speaker(
         model,

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.model.export import export_adapters
+from padfree.model.export_files import default_mode
 from padfree.rollout.engines.servers.buckets import BucketForm, address_towards, broadcast, join_group
 from padfree.rollout.engines.servers.server_api import FailedError, ServerApi, ServerLostError
 from padfree.rollout.engines.servers.server_processes import Launcher
@@ -167,6 +168,7 @@ class FilesTransport:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file({name: tensor.cpu() for name, tensor in bucket.tensors}, temporary)
+            temporary.chmod(default_mode(self._folder))
             temporary.replace(self._file)
         except OSError as error:
             raise UserError(
