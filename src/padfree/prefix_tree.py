@@ -2,13 +2,11 @@
 
     nodes      0: p p p     1: a a     2: b b b          parents   -1 0 0          offsets   0 3 5 8
     positions     0 1 2        3 4        3 4 5          first      0 3 3
-    paths      0            0 1        0 2               from the root to each node
 
-The letters in the picture stand for tokens: the samples are p p p a a and p p p b b b. The queries of a node see all
-keys of its ancestors, and its own keys causally. Each of the S nodes stores its tokens once. A sample is a path from a
-root to the node where the sample ends. `first` is the position of a node's first token. Nodes are in preorder: the
-descendants of a node directly follow it, so that a subtree is one range of the pack. A pack that shares nothing has
-only roots.
+This tree stores the samples p p p a a and p p p b b b, whose letters stand for tokens. `first` is the position of a
+node's first token. Queries of a node see all tokens of the node's ancestors.
+
+Nodes are in preorder (descendants directly follow their node), so that a subtree is one range of the pack.
 """
 
 from __future__ import annotations
@@ -113,18 +111,12 @@ def path_tokens(parents: Indices, offsets: Indices, node: int) -> Indices:
 class PathPages(NamedTuple):
     """The attention keys on the path from the root to each node of a prefix tree, stored in pages of equal size.
 
-    Paths with a common prefix share the pages that the prefix fills completely. If the prefix ends inside a page, each
-    path that continues the prefix has a page of its own that begins with copies of the prefix's last keys. The last
-    page of a path is filled up with copies of the path's last key.
+    In this example, node p0 p1 p2 has the children a0 and b0 b1:
 
-    In this example, a page holds two tokens. The node with the tokens p0 to p4 is the parent of the nodes with the
-    tokens a0 a1 and b0 b1 b2:
+    page      0       1       2       3       4
+    tokens    p0 p1   p2 p2   p2 a0   p2 b0   b1 b1
 
-    page      0       1       2       3       4       5       6
-    tokens    p0 p1   p2 p3   p4 p4   p4 a0   a1 a1   p4 b0   b1 b2
-
-    The path that ends in p4 uses the pages 0 1 2, the path to a1 the pages 0 1 3 4, and the path to b2 the pages
-    0 1 5 6.
+    The path to a0 uses the pages 0 2, and the path to b1 the pages 0 3 4.
     """
 
     tokens: Indices  # [pages * size] for each slot of each page, the index in the pack of the token that fills it
@@ -134,9 +126,9 @@ class PathPages(NamedTuple):
 def page_counts(first: Indices, lengths: Indices, size: int) -> Indices:
     """Return how many pages of attention keys each of S prefix tree nodes needs besides those of its ancestors, [S].
 
-    If the ancestors' keys end inside a page, the node's first page begins with copies of the keys in that page. `size`
-    is the number of tokens per page.
+    `first` [S]: number of tokens of the node's ancestors. `size`: tokens per page.
     """
+    # The first page begins with copies of the ancestors' last `first % size` keys.
     counts: Indices = -(-(first % size + lengths) // size)
     return counts
 
@@ -146,7 +138,7 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
     first = first_positions(parents, lengths)
     counts = page_counts(first, lengths, size)
     begins = np.cumsum(counts) - counts
-    tokens = np.repeat(offsets[1:] - 1, counts * size)
+    tokens = np.repeat(offsets[1:] - 1, counts * size)  # copies of a path's last key fill up its last page
     tokens[concatenated_ranges(begins * size + first % size, lengths)] = np.arange(offsets[-1])
     whole = first // size
     table = np.zeros((len(parents), int((whole + counts).max(initial=0))), dtype=np.int64)
@@ -160,14 +152,10 @@ def prefix_pages(parents: Indices, offsets: Indices, size: int) -> PathPages:
 
 
 def path_copies(parents: Indices, offsets: Indices) -> tuple[Indices, Indices]:
-    """Return where each token of the pack occurs in the concatenated paths.
+    """Return (`copies` [K], `begins` [C + 1]): where each of C tokens occurs in the concatenated paths of all nodes.
 
-    The path of a node consists of all tokens from the root to the node. For example, if node p p p is the parent of the
-    nodes a a and b b b, the concatenated paths are p p p, p p p a a, p p p b b b. The first token of the pack occurs at
-    the indices 0, 3 and 8.
-
-    Returns `copies` [K] and `begins` [C + 1] for the C tokens of the pack, which occur K times in total. Token i occurs
-    at the indices `copies[begins[i]:begins[i + 1]]`.
+    Token i occurs at `copies[begins[i]:begins[i + 1]]`. For example, node p p has the children a and b. The paths are
+    p p, p p a and p p b, so token 0 occurs at 0, 2 and 5.
     """
     lengths = np.diff(offsets)
     key_ends = np.cumsum(first_positions(parents, lengths) + lengths)

@@ -113,7 +113,9 @@ def unlisted(graph: fx.Graph, stage: Stage) -> list[str]:
 
 
 @pytest.mark.parametrize("products", SUBSETS, ids=lambda products: "+".join(products) or "none")
-def test_all_matmuls_of_a_compiled_layer_are_known_and_all_passes_match(graphs: Graphs, products: tuple[Float8Product, ...]) -> None:
+def test_all_matmuls_of_a_compiled_layer_are_known_and_all_passes_match(
+    graphs: Graphs, products: tuple[Float8Product, ...]
+) -> None:
     train(products, "none")
     (before,), (forward,), (backward,) = graphs.before, graphs.forward, graphs.backward
     assert len(matmuls_of(before, "before autograd")) == LINEARS

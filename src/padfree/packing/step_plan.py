@@ -4,20 +4,11 @@
                                rank 1   [1 2]    [4 6 8]
                                         j = 0    j = 1          all ranks run micro-batch j at the same time
 
-Ranks wait for each other in every micro-batch, so the cost of a step is Σⱼ maxᵣ cost[r][j], over ranks r and
-micro-batches j. The plan consists of slots, one for each (rank, j). It is made in three steps:
+Ranks wait for each other in every micro-batch. The cost of a step is therefore Σⱼ maxᵣ cost[r][j], over micro-batches j
+and ranks r.
 
-1. Use as few slots as the samples need at `max_tokens`, rounded up to a multiple of the ranks, so that every rank has
-   the same number of micro-batches.
-2. Spread the samples over the slots with `balance`: nearly equal cost in each, never more than `max_tokens`.
-3. Sort the slots by cost and cut them into groups of `ranks` slots, which run at the same time. The costliest group
-   runs first.
-
-If `contexts` has several entries, several ranks may share a pack: see `padfree.packing.context_sizes`.
-
-A single sample may cost more than an average slot. The slots that run at the same time as this sample then get as much
-work as this sample, up to `max_tokens`, and the slots of other micro-batches get less. The plan depends only on
-lengths, ranks, max_tokens and the cost model.
+The samples of one rank and micro-batch form a pack. The plan makes few packs, of nearly equal cost. Packs of similar
+cost run at the same time.
 """
 
 from __future__ import annotations
@@ -50,11 +41,10 @@ Otherwise, a plan whose micro-batches have different target costs is tried too.
 class StepPlan:
     """The plan of one step, made by `plan_step`.
 
-    `micro_batches[rank][j]` are the indices, ascending, of the samples in the pack that a rank runs in micro-batch j.
-    Every rank runs the same number J of micro-batches. If the step has too few samples, some micro-batches are empty.
+    `micro_batches[rank][j]`: ascending indices of the samples that a rank runs in micro-batch j; may be empty.
 
-    Without `widths`, a rank of the plan is a data rank (one process, or all context ranks that always share packs).
-    With `widths`, a rank is one process: `widths[rank, j]` neighbouring ranks share a pack and list the same samples.
+    Without `widths`, a rank is a data rank (a process, or the context ranks that always share packs). With `widths`, a
+    rank is one process. Then `widths[rank, j]` neighbouring ranks share a pack and list the same samples.
     """
 
     micro_batches: MicroBatches  # [ranks][J]
@@ -118,11 +108,10 @@ class StepPlan:
         return list(zip(self.micro_batches[rank], widths, strict=True))
 
     def padded_tokens(self, context: int = 1) -> int:
-        """Return the total number of tokens of all packs, including padding.
+        """Return the total number of tokens of all packs, including padding. A pack is padded so that the ranks that
+        share it hold equal numbers of tokens.
 
-        A pack is padded so that all ranks that share the pack hold the same number of tokens, at least one. `context`
-        is the number of ranks that share each pack. It is ignored if the plan has `widths`, which give this number for
-        each pack.
+        `context`: number of ranks that share each pack; ignored if the plan has `widths`.
         """
         width = np.full_like(self.computed_tokens, context) if self.widths is None else self.widths
         return int((np.maximum(-(-self.computed_tokens // width), 1) * width)[self.is_first].sum())
@@ -165,29 +154,21 @@ class StepPlan:
 
 
 def plan_step(
-    lengths: ArrayLike,
+    lengths: ArrayLike,  # [n] number of tokens of each sample
     *,
     ranks: int,
-    max_tokens: int,
-    cost: CostModel | None = None,
+    max_tokens: int,  # limit of the tokens in a micro-batch on one rank
+    cost: CostModel | None = None,  # None: the cost of a sample is its number of tokens
     overlong: PackOverlong = "error",
-    groups: Sequence[Hashable] | None = None,
-    costs: ArrayLike | None = None,
-    added: ArrayLike | None = None,
-    contexts: Sequence[int] = (1,),
+    groups: Sequence[Hashable] | None = None,  # [n] samples with equal entries stay in one micro-batch
+    costs: ArrayLike | None = None,  # [n] costs to use instead of those of the cost model
+    added: ArrayLike | None = None,  # [n] costs to add to those of the cost model, e.g. of images
+    contexts: Sequence[int] = (1,),  # numbers of ranks that may share a pack: each divides the next, all divide `ranks`
 ) -> StepPlan:
-    """Plan one step over n samples with these `lengths` [n]: assign each sample to a rank and a micro-batch.
+    """Return a plan that assigns each of n samples to a rank and a micro-batch.
 
-    The cost of a sample is given by the cost model, by default its number of tokens. `max_tokens` limits the tokens of
-    a micro-batch on one rank. `contexts` are the numbers of neighbouring ranks that may share a pack, e.g. (1, 2, 4).
-    Each number divides the next, and all divide `ranks`. The plan chooses one of these numbers for every pack.
-
-    `groups` [n]: samples with equal entries go into one micro-batch. `costs` [n]: costs that replace those of the cost
-    model. `added` [n]: costs in addition to those of the cost model, e.g. of images.
-
-    `overlong` decides about a sample longer than `max_tokens`: raise an error ("error"), cut it ("truncate"), leave it
-    out ("drop"), or give it a micro-batch of its own ("alone"). The plan lists the overlong samples. With at least as
-    many samples as micro-batches, no micro-batch is empty.
+    `overlong`: what to do with a sample longer than `max_tokens * contexts[-1]`. "alone" gives the sample a micro-batch
+    of its own.
     """
     length = checked_lengths(lengths).copy()
     for field, value in (("ranks", ranks), ("max_tokens", max_tokens)):
@@ -228,8 +209,8 @@ def _plan_groups(
 ) -> StepPlan:
     """Plan a step in which samples with equal entries in `groups` stay in one micro-batch.
 
-    Each group is planned like one sample, whose length and cost are the sums over the samples of the group.
-    `extra` [n]: costs in addition to those of the cost model.
+    Each group is planned like one sample with the total length and cost of the group. `extra` [n]: costs to add to
+    those of the cost model.
     """
     if len(groups) != len(length):
         raise UserError("groups", f"has {len(groups)} entries for {len(length)} samples", "give one group per sample")
@@ -309,11 +290,10 @@ def _plan(
 def _slots(
     length: Indices, cost: Floats, rest: Indices, alone: Indices, ranks: int, max_tokens: int
 ) -> tuple[MicroBatches, Floats]:
-    """Divide samples over the ranks and micro-batches. Return the micro-batches, and their costs [ranks, J], where J is
-    the number of micro-batches of each rank.
+    """Divide samples over J micro-batches of each rank. Return the micro-batches and their costs [ranks, J].
 
-    `length` and `cost` [n] hold the number of tokens and the cost of each of n samples. `alone` holds the indices of
-    the samples that get a micro-batch of their own, and `rest` the indices of the samples that can share one.
+    `length` and `cost`: of all samples, [n]. `alone`: indices of samples that need a micro-batch of their own. `rest`:
+    indices of samples that can share one.
     """
     problem = PartitionProblem(cost[rest], length[rest], max_tokens, np.zeros(0))
     parts = _fewest_slots(problem, ranks, len(alone))
@@ -333,18 +313,16 @@ def _slots(
 def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Parts:
     """Divide the samples of `problem` into as few slots as possible. A slot is one micro-batch of one rank.
 
-    In addition, `num_alone` overlong samples need one slot each. The number of all slots is a multiple of `ranks`. It
-    is found by binary search. The lower limit is the number of tokens divided by the capacity of a slot, and the upper
-    limit is the number of bins that `fill` makes; both are rounded up to such a multiple.
+    `num_alone`: number of further slots, for overlong samples. The total number of slots is a multiple of `ranks`.
     """
     num_tokens, cap = int(problem.length.sum()), problem.cap
     if not len(problem.cost):
         return [problem.length[:0]] * (-num_alone % ranks)
-    fewest = max(1, -(-num_tokens // cap))
+    fewest = max(1, -(-num_tokens // cap))  # if every slot were full
     if fewest == ranks == 1 and not num_alone:
         return [np.arange(len(problem.length))]
     most = len(fill(problem.length, cap))
-    low, high = (-(-(slots + num_alone) // ranks) for slots in (fewest, most))
+    low, high = (-(-(slots + num_alone) // ranks) for slots in (fewest, most))  # in slots per rank
     parts = None
     while low < high:
         middle = (low + high) // 2
@@ -359,24 +337,22 @@ def _fewest_slots(problem: PartitionProblem, ranks: int, num_alone: int) -> Part
 
 
 def _arranged(slots: Parts, sample_cost: Floats, ranks: int) -> tuple[MicroBatches, Floats]:
-    """Assign slots (lists of samples, each for one rank in one micro-batch) to ranks and micro-batches.
+    """Assign slots (lists of samples for one rank and one micro-batch) to J micro-batches of each rank, costliest
+    first.
 
-    The costliest slots, one per rank, form the first micro-batch, the next costliest form the second, and so on. In
-    every second micro-batch the order of the ranks is reversed, so that the total costs of the ranks are close. Returns
-    the micro-batches and their costs [ranks, J] for J micro-batches per rank.
+    Return the micro-batches and their costs [ranks, J].
     """
     cost = sums(sample_cost, slots) if slots else np.zeros(0)
-    grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)
-    grid[1::2] = grid[1::2, ::-1]
+    grid = np.argsort(-cost, kind="stable").reshape(-1, ranks)  # slots of similar cost run at the same time
+    grid[1::2] = grid[1::2, ::-1]  # so that the total costs of the ranks are close
     return tuple(tuple(slots[slot] for slot in of_rank) for of_rank in grid.T.tolist()), cost[grid.T]
 
 
 def _levels(sample_cost: Floats, ranks: int, num_micro_batches: int) -> Floats:
-    """Return the target cost that each rank should have in each of J micro-batches, [J]. The targets are equal,
-    unless a single sample costs more.
+    """Return the target cost of each rank in each of J micro-batches, [J]. The targets are equal, unless one sample
+    costs more.
 
-    For example, 2 ranks run samples with costs 9 3 3 3 3 3 in 2 micro-batches, so each rank has a total cost of 12. The
-    sample of cost 9 must run somewhere, so the targets are 9 and 12 - 9 = 3.
+    For example, 2 micro-batches hold a total cost of 12 per rank. One sample costs 9, so the targets are 9 and 3.
     """
     single = np.sort(sample_cost)[::-1][::ranks][:num_micro_batches]
     level = np.zeros(num_micro_batches)

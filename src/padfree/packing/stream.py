@@ -1,19 +1,13 @@
 """Form batches from a stream of samples: by a token budget, or by a fixed number of samples.
 
-    buffer   1 2 3 4 5 6 7 8 9 10         batch  1 2 3 4 5 6 7      28 tokens; 8, 9 and 10 would exceed the budget
+    buffer   1 2 3 4 5 6 7 8 9 10         batch  1 2 3 4 5 6 7      28 tokens
              8 9 10 11 12 ... 17                 8 9 10             27 tokens
-             11 12 13 ... 20                     11 12              23 tokens
 
-In this example, the budget is 32 tokens, the buffer holds 10 samples, and sample i has i tokens. A line shows the
-buffer and the batch that is taken from it.
+In this example, sample i has i tokens, and the budget is 32 tokens. A batch takes samples that fit from a buffer,
+oldest first. Then the buffer is refilled.
 
-A batch is formed by one rule. The buffer is filled until it holds `buffer_size` samples and at least `budget` tokens.
-Then each sample that still fits is taken, from the oldest to the newest. The oldest is always taken, so that no sample
-waits forever. At the end of the source, the rest of the buffer forms the last batches.
-
-A batch depends on the data, the seed and the batches before it, but not on the number of ranks. The state of a stream
-is a few integers, saved as JSON: how many samples were read, and which of them wait in the buffer. A resumed stream
-reads the waiting samples again, by `source[i]`. An iterable without `len` and `[i]` is read again from its start.
+Batches do not depend on the number of ranks. The saved state holds positions only, so a resumed stream reads the
+waiting samples again.
 """
 
 from __future__ import annotations
@@ -191,34 +185,27 @@ class _Batcher(Generic[T]):
 
 
 class TokenBudgetBatcher(_Batcher[T]):
-    """Yields batches: lists of samples with at most `budget` tokens in total. They are taken from a buffer, oldest
-    samples first.
+    """Yields batches: lists of samples with at most `budget` tokens in total, taken from a buffer, oldest samples
+    first.
 
-    source        anything with `len` and `[i]`, or any iterable (then without shuffle, and epochs = 1)
-    shuffle       a different order in each epoch, which depends only on `seed` and is the same on every machine
-    epochs        number of passes over the source; None: endless. The buffer carries over from one epoch to the next
-    overlong      what happens to a sample longer than `budget`: "error", "truncate", "drop", or "alone" in a batch.
-                  `num_overlong` counts these samples
-    length        a function that returns the number of tokens of a sample (default: `len`)
-    parts         ranges of the source and how many times an epoch shows their samples (`padfree.packing.epochs`)
-
-    After each batch, `indices` holds the source indices of its samples, and `step` is the number of batches so far.
+    After each batch, `indices` holds the source indices of the batch. `step` counts batches, and `num_overlong` counts
+    samples longer than `budget`.
     """
 
     SETTINGS = ("budget", "buffer_size", "overlong")
 
     def __init__(
         self,
-        source: Iterable[T],
+        source: Iterable[T],  # without `len` and `[i]`: only with shuffle=False and epochs=1
         *,
         budget: int,
         buffer_size: int = 256,
-        shuffle: bool = False,
+        shuffle: bool = False,  # a different order in each epoch, which depends only on `seed`
         seed: int = 0,
-        epochs: int | None = 1,
-        overlong: PackOverlong = "error",
-        length: Callable[[T], int] | None = None,
-        parts: Sequence[SourcePart] | None = None,
+        epochs: int | None = 1,  # number of passes over the source; None: endless
+        overlong: PackOverlong = "error",  # for a sample longer than `budget`; "alone": it is a batch of its own
+        length: Callable[[T], int] | None = None,  # returns the number of tokens of a sample; None: `len`
+        parts: Sequence[SourcePart] | None = None,  # ranges of the source, and how often an epoch shows their samples
     ) -> None:
         super().__init__(EpochReader(source, shuffle=shuffle, seed=seed, epochs=epochs, parts=parts), length)
         _check_positive(budget=budget, buffer_size=buffer_size)
@@ -234,7 +221,7 @@ class TokenBudgetBatcher(_Batcher[T]):
         waiting: list[_Waiting[T]] = []
         free_tokens = self.budget
         for item in self._buffer:
-            if taken and item.tokens > free_tokens:
+            if taken and item.tokens > free_tokens:  # the oldest is always taken, so no sample waits forever
                 waiting.append(item)
                 continue
             taken.append(item)
@@ -312,11 +299,10 @@ class TokenBudgetBatcher(_Batcher[T]):
 
 
 class FixedSizeBatcher(_Batcher[T]):
-    """Yields batches: lists of `batch_size` samples, in order or shuffled. The last batch of an epoch may be smaller.
+    """Yields batches: lists of `batch_size` samples. The last batch of an epoch may be smaller.
 
-    `max_length` limits the tokens of a sample. If `overlong` is "error", a longer sample raises an error. If it is
-    "truncate", a longer sample is cut, and `num_overlong` counts the samples that were cut. The other arguments and
-    attributes, and saving and loading the state, work as in `TokenBudgetBatcher`.
+    `overlong`: whether a sample longer than `max_length` raises an error or is truncated. All else works as in
+    `TokenBudgetBatcher`.
     """
 
     SETTINGS = ("batch_size", "max_length", "overlong")
@@ -326,7 +312,7 @@ class FixedSizeBatcher(_Batcher[T]):
         source: Iterable[T],
         *,
         batch_size: int,
-        max_length: int | None = None,
+        max_length: int | None = None,  # limit of the tokens of a sample
         shuffle: bool = False,
         seed: int = 0,
         epochs: int | None = 1,

@@ -1,27 +1,21 @@
 """Events of a run other than steps: `events.jsonl` in the run folder, one JSON line per event, append-only.
 
-    {"time": "2026-03-01T12:00:00+00:00", "kind": "start", "step": 0, "python": "3.11.9", "torch": "2.13.0", ...}
-    {"time": "2026-03-01T12:00:01+00:00", "kind": "resolved_auto", "step": 0, "parallel.checkpointing": "none", ...}
     {"time": "2026-03-01T12:00:30+00:00", "kind": "compile", "step": 0, "graphs": 2, "seconds": 21.3}
-    {"time": "2026-03-01T12:10:00+00:00", "kind": "stop", "step": 40}
-    {"time": "2026-03-01T13:00:00+00:00", "kind": "start", "step": 40, ...}
-    {"time": "2026-03-01T13:00:00+00:00", "kind": "resume", "step": 40, "checkpoint": "step-00000040", ...}
 
     kind            meaning of the event, or the content of its fields
     start           versions, device, processes and their layout
     resolved_auto   the value of each `auto` setting, and the reason
     resume          the checkpoint, and the settings that have changed
-    note            the text of a note that was shown when the run started
+    note            a note that was shown when the run started
     compile         layers were compiled in this step
-    float8          how much float8 changes the gradient of each layer, and the layers that stay in bfloat16
+    float8          how much float8 changes the gradient of each layer
     nonfinite       the file with the samples of a step whose loss or gradient was not finite
     stop            a signal stopped the run
     end             all steps are done
     export          the trained model is in the folder
     failed          the error that ended the run
 
-`step`: the number of optimizer steps done before the event. `events.jsonl` records that a run was interrupted and
-resumed. `metrics.jsonl` does not: it equals the file of an uninterrupted run.
+`step`: the number of optimizer steps done before the event.
 """
 
 from __future__ import annotations

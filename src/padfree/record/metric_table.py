@@ -121,9 +121,8 @@ LOSS = MetricGroup(
         Metric(
             "loss/accuracy",
             "share",
-            "DPO and reward models: share of pairs whose chosen answer scores higher. KTO: share of answers on the "
-            "right side of z₀, the KL estimate of the batch: a desirable answer has a log-ratio above z₀, an "
-            "undesirable one below.",
+            "DPO and reward models: share of pairs whose chosen answer scores higher. KTO: share of answers whose "
+            "log-ratio is above z₀ (KL estimate of the batch) if desirable, or below z₀ if undesirable.",
         ),
         Metric(
             "loss/margin",
@@ -393,8 +392,7 @@ COLLECTION = MetricGroup(
             "sampler/canary_followed",
             "ratio",
             "Servers: change of the server's log-probabilities on fixed sequences since the previous weight sync, "
-            "divided by the change of the trainer's. About 1 if the server has the new weights, about 0 if it still "
-            "has the old ones.",
+            "divided by the trainer's change. About 1 with the new weights, about 0 with the old ones.",
         ),
     ),
 )

@@ -1,17 +1,14 @@
 """Send metrics to an MLflow run.
 
     in padfree         in MLflow
-    settings           parameters with dotted names, such as optimizer.lr = "1e-05"; MLflow cannot change parameters
-    changed settings   tags with the same names, written by a resumed run
+    settings           parameters with dotted names, such as optimizer.lr = "1e-05"
+    changed settings   tags with the same names, because a resumed run cannot change parameters
     metrics            metrics with the step of `metrics.jsonl`
 
-MLflow reads its own environment variables: MLFLOW_TRACKING_URI names a server or a database
-(`sqlite:////data/mlflow.db`). A folder is refused, because MLflow stores each metric as a file: `loss` would be a file,
-and for `loss/entropy` it would have to be a folder.
+The environment variable MLFLOW_TRACKING_URI names a server or a database (`sqlite:////data/mlflow.db`).
 
-MLflow's client waits for the reply to each request, and retries for minutes if the server is unreachable. Therefore a
-thread sends the metrics, and a step only appends its metrics to a list. Metrics that could not be sent stay in this
-list.
+A thread sends the metrics, because MLflow's client blocks for minutes if the server is unreachable. Metrics that could
+not be sent are sent again at the next step.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""The run folder: its ownership, and the lock of the process that writes to it.
+"""The run folder: which folders a run may write to, and the lock of the process that writes.
 
     run.json           marks a folder of padfree: {"made_by": "padfree", "run": ..., "padfree": ..., "created": ...}
-    run.lock           locked by the process that writes; the system releases the lock when the process ends or dies
+    run.lock           locked by the process that writes; the system releases the lock when the process ends
     run.holder.json    the process that holds the lock: {"pid": ..., "host": ..., "since": ...}
 
-A run accepts a folder that is new, empty, or has a `run.json`. It refuses any other folder before it writes anything,
-e.g. a folder of a model or of data. Log files (`.log`, `.out`, `.err`) are ignored, because launchers open them before
-a run begins. Early versions of padfree did not write `run.json`: their folders are recognised by a `config.json` with
-the sections of a run's settings, and get a `run.json`.
+A run accepts a folder that is new, empty, or has a `run.json`. It refuses any other folder before it writes anything.
 
-Only one process can write at a time: rank 0 of a run takes a lock of the operating system. A killed run therefore does
-not block its successor. On a file system without locks, `run.holder.json` names the process that writes. While this
-process is alive on this machine, another run is refused. If it is on another machine, runs are refused until the user
-removes the file.
+On a file system without locks, a run is refused if the process in `run.holder.json` is alive or on another host.
 """
 
 from __future__ import annotations
@@ -43,7 +37,7 @@ from padfree.model.export import not_an_export
 from padfree.record.file_names import CONFIG, CRITIC_MODEL, HOLDER, LOCK, MARKER, MODEL
 from padfree.version import __version__
 
-LOG_SUFFIXES = (".log", ".out", ".err")
+LOG_SUFFIXES = (".log", ".out", ".err")  # files that a launcher may have opened before the run begins
 SECTIONS = ("model", "data", "batch", "run", "optimizer", "checkpoint")
 """Sections that `config.json` has in every version of padfree. A run folder of an early version, which has no
 `run.json`, is recognised by these sections."""
@@ -256,7 +250,7 @@ def _in_use(folder: Path, holder: Holder | None, otherwise: str = "") -> UserErr
 
 def _may_be_alive(holder: Holder) -> bool:
     if holder.host != socket.gethostname():
-        return True
+        return True  # unknown
     try:
         os.kill(holder.pid, 0)
     except ProcessLookupError:

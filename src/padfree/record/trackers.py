@@ -1,17 +1,14 @@
 """Send metrics from rank 0 to TensorBoard, W&B, trackio and MLflow, as the config section `[track]` says.
 
-    setting                         metrics are stored in        a resumed run
-    track.tensorboard = true        run folder/tensorboard       hides the points of the steps that it will repeat
-    track.wandb = "project"         W&B, run folder/wandb        continues the W&B run whose id is in trackers.json
-    track.trackio = "project"       trackio's own folder         continues the trackio run named in trackers.json
-    track.mlflow = "experiment"     MLflow's server or database  continues the MLflow run whose id is in trackers.json
+    setting                         metrics are stored in
+    track.tensorboard = true        run folder/tensorboard
+    track.wandb = "project"         W&B, run folder/wandb
+    track.trackio = "project"       trackio's own folder
+    track.mlflow = "experiment"     MLflow's server or database
 
-`metrics.jsonl` is always written and holds the same numbers. W&B reads its own environment variables: with
-WANDB_MODE=offline everything stays local. Steps that a resumed run repeats appear twice in W&B, trackio and MLflow,
-because these trackers cannot delete points. The step number is also logged as the metric `step`, the x-axis in W&B.
+A resumed run continues the same run at each tracker. Steps that it repeats appear twice, except in TensorBoard.
 
-If a tracker cannot start, the run ends with an error before the first step. A tracker that fails later does not end the
-run: its first error becomes a warning, and later metrics are still sent to it.
+A tracker that cannot start ends the run before the first step. A tracker that fails later only causes a warning.
 """
 
 from __future__ import annotations
@@ -147,7 +144,7 @@ def _wandb(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[Log
             value=project,
         ) from error
     run.define_metric("step")
-    run.define_metric("*", step_metric="step")
+    run.define_metric("*", step_metric="step")  # the x-axis
     return lambda step, numbers: run.log({"step": step, **numbers}), run.finish
 
 

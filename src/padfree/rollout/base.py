@@ -1,12 +1,11 @@
 """The interface between rollouts and the engines that sample responses: token ids in, responses out.
 
-A sampler first receives the weights of the policy, then requests: one `SamplingRequest` for each `Response`. Requests
-for the same prompt are adjacent and have the same `prompt_key`, so that the sampler can prefill the prompt once for all
-of them. Rewards, advantages and metrics are computed outside of the sampler, for all engines (`rollout.engine`) alike.
+Requests for the same prompt are adjacent and have the same `prompt_key`, so that the sampler can prefill the prompt
+once. Rewards are computed outside of the sampler.
 
-An `AsyncSampler` keeps sampling while the policy is trained. A weight sync interrupts the responses in progress: their
-tokens are kept, and the new weights continue the responses. A response therefore stores for each token the policy
-version (number of optimizer steps) of the weights that sampled it.
+An `AsyncSampler` keeps sampling while the policy is trained. After a weight sync, the new weights continue the
+responses in progress. A response therefore stores for each token the policy version (number of optimizer steps) that
+sampled it.
 """
 
 from __future__ import annotations

@@ -2,16 +2,12 @@
 
 In this example, a prompt p has three episodes:
 
-1. The batcher makes `RolloutGroup(prompt=p, size=3)`.
-2. `queued_batch` sets `first=6`: the episodes have the indices 6, 7 and 8 in the batch.
-3. `collector` makes a `Play` (an episode to play) for each index, and gets a `Played` (the result of the episode).
-4. `written_groups` stores the results in `episodes`. It also sets `name`, for example to "rows.jsonl:4 (time 2)" if the
-   batch has an earlier group with the same prompt, line 4 of rows.jsonl.
-5. `samples` returns one sample for each leaf of each episode. `Sample.group` is the `name` of the group.
+1. `RolloutGroup(prompt=p, size=3, first=6)`: the episodes have the indices 6, 7 and 8 in the batch.
+2. Each episode is described by a `Play` before it is played, and by a `Played` (its result) afterwards.
+3. `written_groups` adds the results and a unique name to the group.
+4. `samples` returns one sample for each leaf of each episode.
 
-A leaf is a complete token sequence of an episode. An episode that branches has several leaves. The length of a
-`RolloutGroup` is `size`, so that plans and batchers count the group as `size` samples. Advantages compare the samples
-of a group.
+A leaf is a complete token sequence of an episode. An episode that branches has several leaves.
 """
 
 from __future__ import annotations
@@ -120,7 +116,7 @@ class RolloutGroup(Sequence[Prompt]):
     episodes: tuple[Played, ...] = ()
 
     def __len__(self) -> int:
-        return self.size
+        return self.size  # plans and batchers count a group as `size` samples
 
     def __getitem__(self, index: Any) -> Any:
         return ((self.prompt,) * self.size)[index]
@@ -185,11 +181,10 @@ class Watcher:
     """Called with the number of responses finished so far."""
 
     on_responses: Callable[[Sequence[tuple[int, Response]]], None] = lambda responses: None
-    """Called when responses have finished, or a weight sync has interrupted them, so that they can be stored.
+    """Called with (index of the episode in the batch, response) pairs, so that the responses can be stored.
 
-    The argument is a list of (index of the episode in the batch, response) pairs. An interrupted response is partial,
-    and can be continued. Responses of an environment's episodes are not passed to this callback, because a partial
-    episode cannot be continued.
+    Each response has finished, or a weight sync has interrupted it and it can be continued. Responses of an
+    environment's episodes are not passed.
     """
 
     on_played: Callable[[Played], None] = lambda played: None
@@ -229,11 +224,8 @@ def check_recorded(played: Iterable[Played], settings: RolloutConfig) -> None:
 def overlong_penalty(length: int, max_new_tokens: int, settings: RolloutConfig) -> float:
     """Return the reward penalty of a sample with `length` tokens after its prompt.
 
-    The penalty is 0 up to a length of `max_new_tokens - rollout.overlong_buffer`. Then it grows linearly, to
-    `rollout.overlong_penalty` at `max_new_tokens`. An example:
-
-    max_new_tokens 8, buffer 4, penalty 1        length    1 2 3 4 5    6   7    8
-                                                 penalty   0 0 0 0 0.25 0.5 0.75 1
+    The penalty is 0 up to the length `max_new_tokens - rollout.overlong_buffer`. Then it grows linearly, to
+    `rollout.overlong_penalty` at `max_new_tokens`.
     """
     buffer = min(settings.overlong_buffer, max_new_tokens)
     over = length - (max_new_tokens - buffer)

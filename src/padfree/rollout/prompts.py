@@ -3,16 +3,10 @@
     {"question": "What is 2+2?", "answer": "4"}
     Prompt(tokens=[...], max_new_tokens=256, row={"question": ..., "answer": "4", "prompt": ...}, uid="train.jsonl:1")
 
-A row has a `prompt`, or `messages` that end before the assistant's turn, in one of the formats of
-`padfree.data.formats`. The setting `data.prompt_format` decides whether the chat template renders the prompt or
-the text of the prompt is used unchanged. A prompt may show images (`padfree.data.image_reader`).
+A row has a `prompt`, or `messages` that end before the assistant's turn. `Prompt.row` keeps all columns, because the
+reward may need them. A column that is mapped to a field has two names, such as `question` and `prompt` above.
 
-`Prompt.row` keeps all columns of the row, because the reward may need them. A column that is mapped to a field is
-stored under both names, such as `question` and `prompt` above.
-
-If the prompt tokens plus `max_new_tokens` exceed `max_length`, the setting `overlong` decides. "drop" drops the prompt,
-and "error" ends the run. "truncate" lowers `max_new_tokens` for this prompt, and drops a prompt that itself fills
-`max_length`.
+The setting `data.overlong` decides what happens if the prompt tokens plus `max_new_tokens` exceed `data.max_length`.
 """
 
 from __future__ import annotations

@@ -1,20 +1,13 @@
 """The response log: responses sampled since the last checkpoint, on disk, so that a resumed run can use them again.
 
-The steps of a resumed run train on the same responses as before, and give the same weights. Rewards are not stored, but
-computed again.
+The resumed run then trains on the same responses, and gives the same weights. Rewards are computed again.
 
-With every checkpoint, each rank starts a new file. After the checkpoint of step 10, for example, rank 0 writes to
-`response_log/step-00000010.rank-00000.jsonl`. When the checkpoint of step 20 is complete, this file is removed, unless
-it has responses for batches after that checkpoint.
-
-The first line of a file has the step, a fingerprint of the weights, and a digest of the settings. A run can reuse a log
-only if one of its files starts with the run's own step, weights and settings. The field `before` lists the earlier
-files that are still needed. Every other line has one response, or several that finished together:
+With every checkpoint, each rank starts a new file, e.g. `response_log/step-00000010.rank-00000.jsonl` after step 10.
+The first line describes the run, and the other lines have responses. Each line starts with a checksum, so that a line
+that was cut off is recognised:
 
     9f3ac01b {"step": 10, "weights": ..., "settings": ..., "before": [...]}
     04d2e7aa {"batch": 12, "responses": [{"number": 7, "prompt": ..., "tokens": ..., ...}]}
-
-Each line starts with a checksum. A line that was cut off when the run was killed is therefore recognised and skipped.
 """
 
 from __future__ import annotations
@@ -117,8 +110,8 @@ class ResponseLog:
     def begin(self, origin: Origin, *, after: int) -> int:
         """Start logging, and return the number of stored responses that this run can use again.
 
-        `origin`: the step, weights and settings with which the run starts or resumes. `after`: the last batch whose
-        responses the run does not need. Call this on every rank, after `purge`.
+        `origin`: the state with which the run starts or resumes. `after`: the last batch whose responses the run does
+        not need. Call this on every rank, after `purge`.
         """
         for path, head in _belonging(self._files(), origin):
             part = self._parts.setdefault(head["step"], _Part(head["weights"]))
@@ -133,8 +126,8 @@ class ResponseLog:
     def turn(self, origin: Origin, *, after: int, highest: int) -> None:
         """Start a new log file for a checkpoint. Call this before the state of the checkpoint is collected.
 
-        `origin`: step, weights and settings of the run. `after`: the number of the last batch before the checkpoint.
-        `highest`: the number of the newest batch for which responses have been requested.
+        `after`: the last batch before the checkpoint. `highest`: the newest batch for which responses have been
+        requested.
         """
         assert self._open is not None
         with self._lock:
@@ -279,8 +272,8 @@ def _step_of(path: Path) -> int:
 def _belonging(files: Iterable[Path], origin: Origin) -> list[tuple[Path, dict[str, Any]]]:
     """Return the log files that can be reused if a run resumes at `origin`, each with its first line.
 
-    If no file starts at `origin` (with the same step, weights and settings), the result is empty. Otherwise, it also
-    contains the earlier and later files of the same run.
+    If no file starts at `origin`, the result is empty. Otherwise, it also has the earlier and later files of the same
+    run.
     """
     heads = [(path, head) for path in files if (head := _head(path)) is not None]
     own = [head for _, head in heads if _origin_of(head) == origin]

@@ -1,11 +1,9 @@
 """Compute rewards with a reward function (`RewardWorkers`) or with a reward model (`score_by_model`).
 
-- `workers.within(seconds, text, ...)` calls the reward function in the calling thread, with a time limit. The signal
-  SIGALRM interrupts a function that takes too long. A thread other than the main thread cannot use this signal.
-  There, the function runs in a new daemon thread, which is abandoned at the time limit.
-- `await workers(text, row, ...)` calls the reward function in another thread, without a time limit. With
-  `rollout.reward_processes`, it calls the function in a worker process, with a time limit. A worker process that hangs
-  or dies is replaced.
+- `RewardWorkers.within` waits for the reward, with a time limit. In the main thread, the signal SIGALRM interrupts a
+  late function. In another thread, a late function is abandoned.
+- `await workers(...)` runs the function in another thread, without a time limit. With `rollout.reward_processes`, it
+  runs the function in a worker process, and replaces a process that hangs or dies.
 
 A reward function may set alarms of its own in the main thread (`signal.alarm`). They replace the time limit.
 """
@@ -69,8 +67,8 @@ class RewardWorkers:
     async def __call__(self, text: str, row: Mapping[str, Any], uid: str, seconds: float | None = None) -> float | None:
         """Compute the reward of a text in a worker process, or in a thread if there are no worker processes.
 
-        `row`: the data row of the prompt. `uid`: the name of the sample, for messages. `seconds`: the time limit of the
-        computation in a worker process, without the wait for a free process. A thread has no time limit.
+        `uid`: the name of the sample, for messages. `seconds`: the time limit in a worker process, without the wait for
+        a free process. A thread has no time limit.
         """
         if not self.processes:
             return await asyncio.to_thread(self._reward, text, row, uid)
@@ -181,9 +179,8 @@ def score_by_model(
 ) -> None:
     """Let the reward model score the episodes that have no reward yet. Collective.
 
-    `played`: the episodes of this rank, by their index in the batch. The function replaces each scored episode in
-    this dict by a copy with rewards. `prompts`: the prompts of these episodes. With `skip_failures`, an episode whose
-    text cannot be scored becomes a failed episode. Otherwise, the error is raised on all ranks.
+    Scored episodes are replaced in `played` (this rank's episodes, by index in the batch). With `skip_failures`, an
+    episode that cannot be scored becomes a failed episode. Otherwise, all ranks raise the error.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
     pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]

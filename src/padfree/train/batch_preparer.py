@@ -222,10 +222,10 @@ class BatchPreparer:
         )
 
     def _models(self, times: BatchTimes) -> Models:
-        """Return one function for each model: the policy, the reference, the teacher and the critic.
+        """Return the functions of the policy, the reference, the teacher and the critic; None for an unused model.
 
-        A function computes the model's log-probabilities or, for the critic, advantages of samples. The seconds of each
-        call are added to `times`. The function of a model that the run does not use is None."""
+        A function computes log-probabilities or, for the critic, advantages of samples. It adds its seconds to `times`.
+        """
         reference, teacher, critic = self.reference, self.teacher, self.critic
         return Models(
             policy=times.timed("old_logprobs", self.engine.scorer.logprobs),
@@ -254,10 +254,10 @@ def _flat(groups: Sequence[Any]) -> list[Sample]:
 
 
 def distinct(samples: list[Sample]) -> list[Sample]:
-    """Rename repeated samples of a batch: give each repetition its own uid and its own group name.
+    """Give each repetition of a sample in a batch its own uid and its own group name.
 
-    A batch can contain a sample twice if the data is smaller than a batch and the run has several epochs. Because of
-    the new names, token weights and advantages count the two as different samples of different groups.
+    Token weights and advantages then count repetitions as different samples. For example, a batch that is larger than
+    the data repeats samples.
     """
     seen: dict[str | int, int] = {}
     found = []
@@ -277,8 +277,8 @@ def reward_metrics(
 ) -> dict[str, float]:
     """Return metrics of a batch of rollouts: statistics of the rewards, and of the number of trained tokens per sample.
 
-    `sources`: the names of the data sources; if given, the metrics include the mean reward of each source.
-    `end_tokens`: the token ids that end a response; if given, the metrics include the share of cut-off responses.
+    `sources`: data sources whose mean rewards to add. `end_tokens`: token ids that end a response; with them, add the
+    share of cut-off responses.
     """
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     lengths = [int(sample.mask.sum()) for sample in samples]

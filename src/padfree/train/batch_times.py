@@ -1,19 +1,11 @@
-"""Measure how the time of an RL run divides into phases: `seconds/...` in the metrics.
+"""Measure the seconds of each phase of an RL run: the metrics `seconds/...`.
 
-A batch is formed before its first update. The metrics of the first update contain these phases:
+The phases that form a batch are in the metrics of its first update. These phases generate rollouts (`weight_sync`,
+`waiting`, `sampling`, `rewards`), score them (`reference`, `old_logprobs`, `teacher`, `critic`), or do the rest
+(`preparing`).
 
-    weight_sync, waiting, sampling, rewards     generating the rollouts; `sampling` includes all time of the collector
-                                                that is not in `weight_sync`, `waiting` or `rewards`
-    reference, old_logprobs, teacher, critic    scoring the rollouts
-    preparing                                   everything else that forms the batch
-
-The other phases are:
-
-    update                                      in the metrics of every update
-    logging, evaluation, checkpoint             after an update, and therefore in the metrics of the next update
-    other                                       the time between two updates that is in no other phase
-
-The time between two updates is the sum of all phases except `update`, unless phases run at the same time.
+`logging`, `evaluation` and `checkpoint` follow an update, so the metrics of the next update contain them. `other` is
+the time between two updates that is in no other phase.
 """
 
 from __future__ import annotations

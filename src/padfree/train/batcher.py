@@ -133,10 +133,9 @@ class Rows(Sequence[Group]):
 
 
 def make_batcher(config: Config, samples: Samples, parts: Sequence[int] = ()) -> Batcher:
-    """Return the batcher, which yields global batches of whole data rows or, in RL, of whole groups of rollouts.
+    """Return the batcher, which yields global batches of whole data rows (SFT) or whole groups of rollouts (RL).
 
-    If the rollouts are not generated yet, each prompt stands for a group. `parts`: the number of samples of each
-    source, if the data is a mixture of sources.
+    `parts`: the number of samples of each data source; empty without `data.sources`.
     """
     data, batch = config.data, config.batch
     if not len(samples):
@@ -189,10 +188,9 @@ def _check_step_memory(config: Config, samples: Samples) -> None:
 
 
 def groups_of(config: Config, samples: Samples, parts: Sequence[int] = ()) -> tuple[Sequence[Group], list[int]]:
-    """Return the units of which batches consist, and the number of units of each source.
+    """Return the data rows (SFT) or groups of rollouts (RL) that form batches, and their number in each data source.
 
-    A unit is a data row (SFT) or a group of rollouts of one prompt (RL). `parts`: the number of samples of each source,
-    if the data is a mixture of sources.
+    `parts`: the number of samples of each source; empty without `data.sources`.
     """
     if in_rows(config.loss, config.rollout):
         starts = row_starts(config.loss, config.rollout, samples)
@@ -207,10 +205,9 @@ def _num_tokens(group: Group) -> int:
 
 
 def _groups(config: Config, samples: Samples) -> list[Group]:
-    """Return the groups of the samples, ordered by each group's first sample.
+    """Group the samples by their field `group`, or one by one if `loss.advantage` is in `UNGROUPED`.
 
-    Samples with the same field `group` form a group. If `loss.advantage` does not compare the samples of a group, each
-    sample is a group of its own. If the samples are prompts, each prompt stands for the group of its future rollouts.
+    A prompt becomes the group of its future rollouts. Groups are ordered by their first sample.
     """
     alone: list[Group] = []
     grouped: dict[str | int | None, list[Sample]] = {}
@@ -230,9 +227,8 @@ def _groups(config: Config, samples: Samples) -> list[Group]:
 def count_steps(config: Config, source: TrainingData, *, enough: int) -> int:
     """Return the number of optimizer steps in all epochs of the data.
 
-    Unless each batch has a fixed number of data rows, all epochs are assumed to have as many steps as the first.
-    `enough`: if the total number of tokens shows that there are at least this many steps, the function returns `enough`
-    without counting.
+    Without a fixed number of rows per batch, the result is the steps of the first epoch × the number of epochs. If the
+    number of tokens implies at least `enough` steps, return `enough`.
     """
     samples, epochs = source.samples, config.data.epochs
     assert epochs is not None

@@ -76,11 +76,9 @@ def check_fits(
     vocabulary_cure: str,
     positions_cure: str,
 ) -> None:
-    """Raise a `UserError` if a token id is outside the vocabulary, or a sample is longer than the model supports.
+    """Raise a `UserError` for token ids outside the vocabulary, and for samples longer than the model supports.
 
-    `look_at_tokens=False` skips the check of token ids. The other arguments are for the error message: `place(i)` names
-    the file and line of sample i, `setting` is the setting to blame, and `vocabulary_cure` and `positions_cure` tell
-    the user what to change.
+    `place(i)`: the file and line of sample i. `look_at_tokens`: whether to check token ids.
     """
     if limits.positions is not None:
         lengths = lengths_of(samples)
@@ -175,11 +173,9 @@ def check_lengths(
     context: int,
     budget: bool = True,
 ) -> None:
-    """If `batch.overlong` is "error", raise a `UserError` for samples that are too long for a micro-batch or a step.
+    """Raise a `UserError` if `batch.overlong` is "error" and a sample is too long for a micro-batch or a step.
 
-    A micro-batch has up to `batch.max_tokens` × `context` tokens. `context`: the maximum number of ranks that share a
-    micro-batch (context parallelism). A step has up to `batch.tokens` tokens. `budget=False` skips the check against
-    `batch.tokens`; it is for evaluations, which have no steps.
+    `context`: the maximum number of ranks that share a micro-batch. `budget`: whether to compare with `batch.tokens`.
     """
     if batch.overlong != "error":
         return
@@ -193,10 +189,10 @@ def check_lengths(
 
 
 def _check_cap(setting: str, cap: int, context: int, starts: Indices, source: TrainingData) -> None:
-    """Raise a `UserError` if a unit (a sample, a preference pair or a data row) has more than `cap` × `context` tokens.
+    """Raise a `UserError` if a unit (sample, preference pair or data row) has more than `cap` × `context` tokens.
 
-    `cap`: the value of the setting `setting`, a number of tokens per context rank. `starts`: for each unit, the index
-    of its first sample; the last entry is the number of samples.
+    `starts` [units+1]: the index of each unit's first sample, then the number of samples. `setting`: the setting
+    that gives `cap`.
     """
     lengths = np.diff(np.concatenate([[0], np.cumsum(lengths_of(source.samples))])[starts])
     over = np.flatnonzero(lengths > cap * context)

@@ -1,14 +1,10 @@
 """PPO's critic: a value model that is trained together with the policy, and the advantages computed from it.
 
-Before the first update of a rollout batch, the critic computes the values V of all response tokens. GAE turns the
-values and rewards into advantages and returns; a sample's reward counts at its last scored token (token in the loss).
-The samples store these numbers, and every update of the batch uses the stored numbers, also after a resume.
+Before the first update of a rollout batch, the critic computes a value of each token. GAE turns the values and rewards
+into advantages and returns. All updates of the batch use these numbers, also after a resume.
 
-Every update changes two models:
-
-- The critic computes a new value v of each token. Its loss is half of the squared error (v - return)² or, if that is
-  larger, half of the squared error of v clipped to V ± `critic.clip`. The critic has its own optimizer (`critic.lr`).
-- The policy is trained as with any other advantages, but not in the first `critic.warmup` updates.
+Each update trains the critic towards the returns, with an optimizer of its own. The first `critic.warmup` updates do
+not train the policy.
 """
 
 from __future__ import annotations
@@ -80,11 +76,10 @@ class ValueMicroBatchLoss(MicroBatchLoss):
 
 
 def with_gae(samples: Sequence[Sample], values: Sequence[NDArray[Any]], settings: CriticConfig) -> list[Sample]:
-    """Return copies of the samples with the arrays `values`, `advantages` and `returns`.
+    """Return copies of the samples with values, advantages and returns, by generalised advantage estimation (GAE).
 
-    `values[i]` [n]: the critic's values of the n tokens of sample i. GAE (generalised advantage estimation) computes
-    the advantages and the returns (value + advantage). With `settings.whiten`, the advantages (not the returns) are
-    then scaled to mean 0 and standard deviation 1.
+    `values[i]` [n]: the critic's values of sample i. `settings.whiten` scales the advantages (not the returns) to mean
+    0 and standard deviation 1.
     """
     for sample in samples:
         if sample.reward is None or not np.isfinite(sample.reward):

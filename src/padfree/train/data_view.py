@@ -1,14 +1,10 @@
 """Data rows as the model sees them: the output of `padfree data show`.
 
-    row        train.jsonl:17
     sample     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n | Hello<|im_end|> | \\n
-    trained    0                                                        | 1              | 0
-    messages   1 user: tokens 3 to 4      2 assistant: tokens 9 to 11, 2 of them trained
+    trained    no                                                       | yes            | no
 
-In this example, only the assistant's message and its end token are trained.
-
-The samples are loaded as in a run: with the same settings, limits and token cache. The text shown is decoded from the
-tokens of the sample. To find the tokens of each message, the chat template is applied to the row once more.
+In this example, only the assistant's message and its end token are trained. The samples are loaded as in a run, with
+the same settings. The text shown is decoded from their tokens.
 """
 
 from __future__ import annotations
@@ -228,6 +224,7 @@ def _messages(
             fields = resolve(first, settings.columns, schema, source.name, tokenize.reader.template_names)
             for chunk in source.chunks(fields.needed):
                 if int(line) in chunk.numbers:
+                    # Samples do not record their messages, so apply the chat template to the row again.
                     row = record_of(chunk.records[chunk.numbers.index(int(line))])
                     rendered = [
                         (conversation, tokenize.expanded(conversation, one, source.folder))

@@ -1,13 +1,10 @@
-"""Import the packages that the first GPU step needs, in a thread, while the data is read.
+"""Import the packages that the first GPU step needs in a thread, while the main thread reads the data.
 
-    main thread   mesh | settings, model and data are checked, `auto` is resolved |        | engine, first step
-    thread             | triton, compiler, flash-attn-4, quack-kernels                 |
-                                                                                  wait
+Importing these packages (triton, the compiler, flash-attn-4, quack-kernels) takes seconds. The thread ignores import
+errors, because the first use of a package reports them.
 
-Importing these packages takes seconds. Without the thread, padfree would import each of them in the first step. The
-thread ignores import errors, because the import at the first use reports them. A run that ends early, e.g. because its
-settings are refused, waits for the import in progress: Python must not stop a thread inside the import of an extension
-module.
+If the run ends early, the process waits for the import in progress. Python must not stop a thread inside the import of
+an extension module.
 """
 
 from __future__ import annotations

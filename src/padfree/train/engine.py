@@ -1,23 +1,12 @@
 """One optimizer step over a global batch of samples. SFT and policy losses share this code.
 
-    samples (every rank has all samples of the batch, but the tokens of a sampled response are only on the ranks that
-             train on it)
-      prepare -> plan            assigns samples to micro-batches and micro-batches to data ranks
-              -> token weights   computed from the loss masks of the whole global batch, so that micro-batch losses add
-                                 up to the batch loss
-              -> packs           this rank's micro-batches on the device
-      begin   -> for each pack: hidden states -> loss -> backward
-              -> sums over ranks, gradient norm -> clip -> optimizer (skips the update if a number is not finite)
-      finish  -> loss, gradient norm and statistics on the host
+    prepare    assign samples to micro-batches and ranks, compute token weights, build this rank's packs
+    begin      forward and backward of each pack, sum over ranks, clip the gradient, update the weights
+    finish     wait for the device, return loss, gradient norm and statistics
 
-The number of micro-batches changes only the order of additions. `MicroBatchLoss` computes the loss of a pack.
-
-On a GPU, only `finish` waits for the device, so the host prepares and begins the next step while the device runs the
-current one. If the loss or the gradient norm is not finite, the optimizer skips the current step and all steps that
-began after it; a flag on the device tells the optimizer to skip. `finish` then raises an error that names the samples.
-
-    host      begin 1 | prepare 2 | begin 2 | finish 1 | prepare 3 | begin 3 | finish 2 ...
-    device            1 1 1 1 1 1 1 1 1 1 1 1 2 2 2 2 2 2 2 2 2 2 2 2 3 3 3 3 ...        never waits for the host
+Only `finish` waits for the device, so the host can begin the next step while the device runs the current one. If the
+loss or the gradient norm is not finite, this step and all steps begun after it change no weights, and `finish` raises
+an error.
 """
 
 from __future__ import annotations
@@ -174,16 +163,15 @@ class Engine:
         wants_stop: bool = False,
         apply: bool = True,
     ) -> PendingStep:
-        """Start one optimizer step and return it. The device may still run the step; `PendingStep.finish` waits.
+        """Start one optimizer step. The device may still run the step when this method returns.
 
-        `after`: the previous step, if it is unfinished. If its loss or gradient norm turns out not to be finite, the
-        new step changes no weights either. `wants_stop`: whether this rank wants the run to stop after the new step.
-        `apply=False`: compute gradients, but do not update.
+        If the loss or gradient norm of `after` (the unfinished previous step) is not finite, the new step changes no
+        weights. `wants_stop`: this rank wants to stop the run after this step. `apply=False`: compute gradients only.
         """
         sums = self.gradients(prepared)
         norm = gradient_norm(self.parameters, self.mesh.device)
         numbers = torch.cat([self._sum_over_ranks(prepared, sums, wants_stop), norm[None]])
-        finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)
+        finite = torch.isfinite(numbers[0]) & torch.isfinite(norm)  # a flag on the device, which the host does not read
         if after is not None:
             finite &= after.finite
         max_norm = self.settings.max_grad_norm
@@ -263,10 +251,10 @@ class Engine:
         return _Sums(zeros[0], {"advantage": (torch.zeros_like(labels), labels)}, [], zeros[1:])
 
     def _sum_over_ranks(self, prepared: PreparedStep, sums: _Sums, wants_stop: bool) -> Tensor:
-        """Add up the sums of all ranks, so that they are sums over the global batch, and return them as one tensor.
+        """Return the sums over all ranks as one tensor.
 
-        The tensor holds the loss, the number of labels, the number of ranks that want to stop, the loss of each source,
-        and the sum and the count of each statistic.
+        It holds the loss, the number of labels, the number of ranks that want to stop, the loss of each data source,
+        and the sum and count of each statistic.
         """
         num_labels = sum(batch.num_labels for batch, _ in prepared.packs)
         numbers = torch.stack(

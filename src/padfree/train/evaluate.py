@@ -1,14 +1,10 @@
-"""Evaluation on held-out data: `[eval]`.
+"""Evaluate the model on held-out data, as `[eval]` configures.
 
-    held-out samples   packed as in training, no gradients   per-sample sums, added up by source       HeldOut
-    held-out prompts   sampler and reward of the run         reward, pass@1, pass@k, response length   SampledResponses
+Held-out samples give the loss and other metrics (`HeldOut`). Held-out prompts give the reward, pass@1, pass@k and the
+length of sampled responses (`SampledResponses`). The result is a dict such as {"eval/loss": 1.9}. It also
+has `eval/SOURCE/loss` if there are several data sources.
 
-The result is a dict such as {"eval/loss": 1.9, "eval/perplexity": 6.7, "eval/accuracy": 0.61}. If the held-out data has
-several sources, the dict also has `eval/SOURCE/loss` and so on for each source.
-
-An evaluation does not change the run: gradients, weights, position in the data and random state stay the same, so a run
-ends with bit-identical weights with or without evaluations. Sums are float64 and are divided once, by counts over all
-ranks. The metrics therefore do not depend on the number of ranks.
+An evaluation changes neither the weights, nor the position in the data, nor the random state.
 """
 
 from __future__ import annotations
@@ -80,6 +76,7 @@ class HeldOut:
 
     def __call__(self, step: int) -> dict[str, float]:
         scorer, mesh, measure = self.scorer, self.scorer.mesh, self.measure
+        # float64 sums, divided once by counts over all ranks: the metrics do not depend on the number of ranks
         totals = torch.zeros(len(self.sources), 1 + len(measure.names), dtype=torch.float64, device=mesh.device)
         with evaluation_mode(scorer.model):
             samples = self.prepare()
@@ -103,10 +100,10 @@ class HeldOut:
 def by_source(
     sums: Mapping[str, Sequence[float]], metrics: Callable[[Sequence[float]], Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return metrics `eval/NAME` over all sources and, if there are several sources, `eval/SOURCE/NAME` for each.
+    """Return the metrics `eval/NAME` over all data sources and, with several sources, `eval/SOURCE/NAME` for each.
 
-    `sums`: for each source of the held-out data, a list of sums over its samples, e.g. the number of samples and the
-    sum of their losses. `metrics` computes the metrics, by name, from such a list.
+    `sums`: for each source, sums over its samples, e.g. of their losses. `metrics` computes metrics by name from such
+    sums.
     """
     total = [sum(column) for column in zip(*sums.values(), strict=True)]
     found = {f"eval/{name}": value for name, value in metrics(total).items()}
@@ -162,11 +159,7 @@ class SampledResponses:
         return by_source(sums_by_source, self._metrics)
 
     def _sums(self, written: Sequence[EpisodeOutcome]) -> list[float]:
-        """Return six sums over `written`, the responses to one prompt.
-
-        The six sums: the number of prompts (1), the sum of the rewards, the number of responses that pass, 1 if any
-        response passes (otherwise 0), the number of tokens, and the number of responses that were cut off.
-        """
+        """Return six sums over `written`, the responses to one prompt. `_metrics` unpacks the sums by name."""
         right = [one.reward >= self.settings.pass_threshold for one in written]
         return [
             1.0,

@@ -14,10 +14,10 @@ from padfree.train.finite_checks import NonFiniteError
 
 @contextmanager
 def one_line_failures(max_tokens: int) -> Iterator[None]:
-    """Context manager that turns failures that a user can fix into a `UserError` with a one-line message.
+    """Context manager that raises a `UserError` for failures that a user can fix.
 
-    These failures are a lost peer process, a non-finite loss, a GPU out of memory, and a full disk. `max_tokens`: the
-    value of `batch.max_tokens`, for the message about memory.
+    These failures are a lost peer process, a non-finite loss, exhausted GPU memory and a full disk. `max_tokens`: the
+    value of `batch.max_tokens`.
     """
     try:
         yield

@@ -1,20 +1,10 @@
-"""Determine from the run folder whether earlier starts have finished the run and, if not, whether it can continue.
+"""Determine from the run folder whether an earlier start has finished the run, and whether the run can continue.
 
-A run is finished if all of these conditions hold. Otherwise it resumes from its newest checkpoint and does the rest.
+A run is finished if its last step, its evaluation and its export are done, and if the data and the settings of
+evaluation and export are unchanged. Otherwise it resumes from its newest checkpoint.
 
-    newest checkpoint    was saved after run.steps steps, or at the end of the data (checked with the run's batcher); a
-                         run that ended without a checkpoint has the file `end.json` instead
-    data                 is unchanged
-    evaluation.jsonl     contains the evaluation after the last step
-    events.jsonl         says that the model was exported after the last step
-    settings             of evaluation and export are unchanged; other settings have no effect after the last step
-
-A run with `checkpoint.every=none` writes `end.json` at its end, in place of a last checkpoint. The file holds the last
-step, the position in the data, and the record of settings and data. Such a run cannot continue to train, because the
-weights of the last step are only in the exported model. A new start in this run folder is refused if it would have to
-train more steps. If a new start does train in the folder, e.g. with `checkpoint.resume=false`, it removes `end.json`.
-
-The checks read only files of the run folder and load no model.
+A run with `checkpoint.every=none` writes `end.json` at its end instead of a checkpoint. It cannot train further,
+because only the exported model holds its last weights.
 """
 
 from __future__ import annotations
@@ -105,8 +95,8 @@ def is_complete(folder: Path, step: int, *, exports: bool) -> bool:
 def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_steps_only: bool = False) -> None:
     """Raise a `UserError` if the run in the folder ended without a checkpoint, so that it cannot train further.
 
-    `raised_steps_only`: raise the error only if `run.steps` has become larger. Without this flag, call the function
-    only for a run that has something left to do (see `finished_step`).
+    `raised_steps_only`: raise the error only if `run.steps` has grown. Otherwise, call this only if `finished_step`
+    returns None.
     """
     folder = Path(run.folder)
     end = read_end(folder, resume=checkpoint.resume)

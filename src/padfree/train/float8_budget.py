@@ -1,16 +1,10 @@
 """Measure how much float8 changes the gradients, and choose the decoder layers that stay in bfloat16.
 
-    measurement    which layers multiply in float8    what is measured for layer l
-    `together`     all layers                         the change of the gradient of layer l
-    `alone`        only layer l                       the largest change of the gradient of any layer
+A measurement computes the gradients with and without float8. The change of a layer is the norm of the difference of its
+gradients, divided by the norm of its gradients without float8.
 
-Each measurement compares a forward and backward pass with one that does not use float8. The change, called distance, is
-the norm of the difference of a layer's gradients, divided by the norm of the gradients without float8. A layer's
-rounding also reaches the gradients of other layers. Therefore only the distances with float8 in one layer at a time
-(`alone`) tell which layer causes a change.
-
-At most `MOST` elements of each parameter's gradient are compared, evenly spread, because a copy of the whole gradient
-would need too much memory. Random numbers (dropout) are the same in all passes.
+Rounding in one layer also changes the gradients of other layers. Therefore, if float8 in all layers changes a gradient
+too much, float8 is also measured in one layer at a time.
 """
 
 from __future__ import annotations
@@ -37,15 +31,18 @@ KEY = "float8"
 """Checkpoints store which layers multiply in float8 under this key of the `extra` dict."""
 
 MOST = 1 << 16
-"""At most this many elements of each parameter's gradient are compared between the passes with and without float8."""
+"""At most this many elements of each parameter's gradient are compared between the passes with and without float8.
+
+A copy of the whole gradient would need too much memory.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Float8Distance:
-    """The effect of float8 on gradients, for one decoder layer.
+    """How much float8 changes gradients, relative to their norm without float8: the measurements for one decoder layer.
 
     `together`: the change of this layer's gradient if all layers use float8. `alone`: the largest change of any layer's
-    gradient if only this layer uses float8. Changes are relative to the norm of the gradient without float8.
+    gradient if only this layer uses float8.
     """
 
     layer: int
@@ -97,16 +94,15 @@ def measure_distances(
     group: dist.ProcessGroup | None = None,
     budget: float = 0.0,
 ) -> tuple[Float8Distance, ...]:
-    """Measure how much float8 in each layer changes the gradients.
+    """Measure how much float8 in each layer changes the gradients. Collective over `group`.
 
-    `gradients` runs a forward and backward pass that leaves gradients in the parameters. First, all layers use float8
-    together. Only if this changes a layer's gradient by more than `budget`, float8 is measured in one layer at a time.
-    All ranks of `group` must call this.
+    `gradients` runs a forward and backward pass. `alone` is measured only if float8 in all layers changes a gradient by
+    more than `budget`.
     """
 
     def compute(numbers: Iterable[int]) -> dict[int, list[Tensor]]:
         with layers.only(tuple(numbers)), torch.random.fork_rng():
-            torch.manual_seed(0)
+            torch.manual_seed(0)  # the same dropout in all passes
             gradients()
         return _sampled_gradients(model)
 

@@ -1,25 +1,13 @@
-"""A global batch and its updates, and its representation in a checkpoint.
+"""A global batch, its updates, and how a checkpoint stores it.
 
-SFT makes one update per batch. RL makes `loss.epochs` × `loss.mini_batches` updates of a batch. In this example, each
-of two epochs divides the five samples of a batch into two mini-batches, and makes one update with each:
+SFT makes one update per batch. RL makes `loss.epochs` × `loss.mini_batches` updates of a batch. For example, two epochs
+with two mini-batches divide five samples like this:
 
     epoch                           0                1
     indices of samples (`parts`)    [3 0 4] [1 2]    [2 3 1] [4 0]
 
-All updates of an RL batch use advantages and log-probabilities that were computed before the first update. If a run
-stops between two updates of a batch, it needs the same values when it resumes. Its checkpoint therefore holds these
-entries, each for all samples of the batch:
-
-    "rollouts"           JSON: the number of updates made; length, uid, group, reward, ... of every sample
-    "rollouts/tokens"    the token ids; every other array of the samples has such an entry, too
-    "rollouts/ids"       the token ids that top-p, top-k or min-p left for sampling each token, one list per token
-                         (`padfree.kept_sets`); only if one of these settings was used
-    "rollouts/counts"    the lengths of these lists
-    "rollouts/images"    the indices of the placeholder tokens of the images; the JSON holds the images' digests
-    "rollouts/drawn"     the bytes of images that are in no file: those that an environment has shown, and those that
-                         data rows contain
-
-Image files of the prompts are not stored, because the resumed run reads them again.
+All updates of an RL batch use advantages and log-probabilities from before the first update. A checkpoint between two
+updates therefore stores all samples of the batch, under keys that begin with "rollouts".
 """
 
 from __future__ import annotations
@@ -138,11 +126,13 @@ class GlobalBatch:
             },
             "samples": records,
         }
+        # The token ids that top-p, top-k or min-p left for sampling each token, and their number per token.
         if any(sample.kept is not None for sample in samples):
             sets = KeptSets.joined(
                 KeptSets.whole(len(sample)) if sample.kept is None else sample.kept for sample in samples
             )
             arrays |= {"counts": [sets.counts], "ids": [sets.ids]}
+        # The bytes of images that are in no file: an environment has shown them, or data rows contain them.
         if drawn := _drawn(samples):
             about["drawn"] = [
                 [digest, len(read.content or b""), read.width, read.height, list(read.expansion.grid or ())]
@@ -150,6 +140,7 @@ class GlobalBatch:
             ]
             arrays["drawn"] = [np.frombuffer(read.content or b"", np.uint8) for read in drawn.values()]
         if any(sample.images for sample in samples):
+            # The indices of the placeholder tokens of the images.
             arrays["images"] = [image.positions for sample in samples for image in sample.images]
             arrays["rotary"] = [sample.rotary_positions.T for sample in samples if sample.rotary_positions is not None]
         tensors = {f"{KEY}/{name}": torch.from_numpy(np.concatenate(found)) for name, found in arrays.items() if found}

@@ -1,14 +1,10 @@
-"""Divide the samples of a step into packs, and build each pack on the device. All of padfree's packs are built here.
+"""Divide the samples of a step into packs, and build each pack on the device.
 
-A pack is the input of one micro-batch: samples laid end to end on one token axis.
+A pack is the input of one micro-batch: samples laid end to end on one token axis. Samples 5, 9 and 12 may form the pack
+`5 5 5 9 9 12 12 12` (one number per token). Each context rank gets a part of the pack.
 
-    plan       [5 9 12] for data rank 1               the samples of one micro-batch of one data rank
-    collate    [T]       5 5 5 9 9 12 12 12           the tokens of samples 5, 9 and 12, padded to a multiple of cp
-    shard      [T/cp]    the tokens, labels, weights and AttnContext of one context rank (cp: number of context ranks)
-
-If a step has fewer samples than micro-batches, a micro-batch without samples becomes a filler: a pack with one unscored
-token. The filler is needed because its rank must take part in every collective of the step. It adds exactly 0 to the
-loss and to the gradients.
+A micro-batch without samples becomes a filler: a pack with one unscored token. The filler lets the rank take part in
+every collective of the step.
 """
 
 from __future__ import annotations
@@ -112,10 +108,10 @@ class Packer:
         unshared_reason: str | None,
         image_cost: TowerCost | None = None,
     ) -> None:
-        """`cost`: the cost model, which gives the cost of a sample of n tokens; packs and ranks get about equal costs.
+        """`cost`: the cost of a sample of n tokens, which balances packs and ranks.
 
-        `unshared_reason`: why the model cannot share prefixes; None if it can. `image_cost`: the cost of an image in
-        the unit of `cost`; None if the model reads no images.
+        `image_cost`: the cost of an image, in the same unit. `unshared_reason`: why the model cannot share prefixes;
+        None if it can.
         """
         self.image_cost = image_cost
         self.mesh, self.max_tokens, self.pack_settings, self.overlong, self.cost = (
@@ -132,8 +128,7 @@ class Packer:
     def plan(self, samples: Sequence[Sample], *, keep_groups: bool = False) -> StepPlan:
         """Decide which samples form which pack on which rank. A pack has up to `max_tokens` tokens per context rank.
 
-        With `keep_groups`, all samples with the same field `group` (e.g. a preference pair) are in one pack. If there
-        are no samples, the plan has no packs.
+        With `keep_groups`, samples with the same field `group` (e.g. a preference pair) are in one pack.
         """
         if not len(samples):
             return StepPlan.empty(ranks=self.mesh.data.size, max_tokens=self.max_tokens * self.mesh.context.size)
@@ -164,10 +159,9 @@ class Packer:
         *,
         weights: Sequence[Floats] | None = None,
     ) -> Iterator[tuple[MicroBatch, Indices]]:
-        """Yield this rank's packs of a plan, each built when it is requested and not kept in memory afterwards.
+        """Yield this rank's packs of a plan, each with the indices of its samples. Packs are built when requested.
 
-        Each pack comes with the indices of its samples. `pack_settings`, if given, replace the packer's own settings.
-        `weights[i]` [n]: the token weights of sample i, i.e. the factors of its token losses in the batch loss.
+        `weights[i]` [n]: the token weights of sample i in the batch loss. `pack_settings` replace the packer's own.
         """
         here, slots = arrived(samples, plan.micro_batches), plan.packs_of(self.mesh.data.rank)
         settings, ahead = pack_settings or self.pack_settings, None
@@ -225,10 +219,10 @@ class Packer:
 def plan_samples(
     samples: Sequence[Sample], prefixes: PrefixTree | None, *, keep_groups: bool = False, **options: Any
 ) -> StepPlan:
-    """Decide which samples form which micro-batch on which rank, for one step over `samples`.
+    """Decide which samples form which micro-batch on which rank. `prefixes`: the prefixes that samples share.
 
-    `prefixes`: the tree of the prefixes that samples share; None without sharing. With `keep_groups`, all samples with
-    the same field `group` (e.g. a preference pair) are in the same micro-batch. `options`: see `plan_step`.
+    With `keep_groups`, samples with the same field `group` (e.g. a preference pair) are in one micro-batch. `options`:
+    see `plan_step`.
     """
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = partial(plan_shared_step, prefixes) if prefixes is not None and prefixes.is_shared else plan_step
@@ -248,8 +242,8 @@ def make_micro_batch(
 ) -> MicroBatch:
     """Build the pack of `samples[indices]`. `weights[i]` [n]: the token weights of sample i in the batch loss.
 
-    `prefixes`: the prefix tree of all `samples`. `width`: the number of context ranks that share this pack, if that
-    number differs between packs. `chosen`: `samples[indices]` with their images already loaded.
+    `prefixes`: the prefix tree of all `samples`. `width`: the number of context ranks, if it varies. `chosen`:
+    `samples[indices]` with images loaded.
     """
     context = mesh.sharing(width)
     chosen = [samples[i] for i in indices] if chosen is None else chosen
@@ -281,17 +275,16 @@ def make_micro_batch(
 
 
 def at_ends(packed: PackedBatch, pad_token: int | None) -> PackedBatch:
-    """Return a copy of the pack with one label per sample, at the sample's last token that is not padding.
+    """Return the pack with one label per sample, at the sample's last token that is not `pad_token`.
 
-    samples   a b c | d e <pad>        labels  - - c | - e -
+        samples   a b c | d e <pad>        labels  - - c | - e -
 
-    At these labels, a reward model reads the scores of the samples, as the sequence classifiers of transformers do. A
-    sample that consists only of padding tokens gets its label at its first token. `pad_token`: the id of padding
-    tokens in samples; None if there are none.
+    A reward model reads the scores of the samples at these labels.
     """
     ids, offsets = packed.input_ids.numpy(), packed.segments.offsets
     places = np.arange(len(ids)) if pad_token is None else np.where(ids != pad_token, np.arange(len(ids)), -1)
     starts = offsets[:-1][np.diff(offsets) > 0]
+    # A sample that consists only of padding is labelled at its first token.
     ends = np.maximum(np.maximum.reduceat(places, starts), starts)
     labels = np.full(len(ids), IGNORE, dtype=np.int64)
     labels[ends] = ids[ends]

@@ -1,14 +1,11 @@
-"""Refuse a run that cannot work, before anything large is loaded.
+"""Refuse a run that cannot work, before anything large is loaded. The function `preflight` checks:
 
-    preflight(config)  settings   trackers, process layout, run folder, names of the models and of the reward
-                       model      its modules on the meta device, without weights: attention, leakage between samples,
-                                  vocabulary, positions
-                       data       tokenised: lengths, token ids, columns that the loss needs
-      -> Preflight     tokenizer, data and meta-device model, which the run then uses, and notes: facts that are not
-                       errors but that the user should know
+    settings    trackers, process layout, run folder, names of the models and of the reward
+    model       attention, leakage between samples, vocabulary, positions (the model has no weights yet)
+    data        lengths, token ids, columns that the loss needs
 
-A run, its dry run (`--dry`) and `padfree plan` all call `preflight`, so they refuse the same configurations. Errors
-that the settings show without model and data are found earlier, in `padfree.config`.
+A run, its dry run (`--dry`) and `padfree plan` all call `preflight`, so they refuse the same configurations.
+`padfree.config` finds the errors that the settings alone show.
 """
 
 from __future__ import annotations
@@ -94,10 +91,9 @@ def preflight(
     planned: bool = False,
     progress: Progress | None = None,
 ) -> Preflight:
-    """Raise a `UserError` if the run cannot work. All processes must call this; if one fails, all raise the error.
+    """Check the run. Raise a `UserError` on all processes if the run cannot work. Collective.
 
-    `dry`: do not import user code, and accept a device type that this machine lacks. `planned`: the caller is `padfree
-    plan`, so skip the checks of the run folder and of sample lengths.
+    `dry`: do not import user code, and accept a missing GPU. `planned`: do not check the run folder and sample lengths.
     """
     day = data_day(config)
     if not dist.is_initialized():

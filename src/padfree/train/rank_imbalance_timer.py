@@ -1,16 +1,10 @@
-"""Forward time of a rank's own layers, without the time spent waiting for weights of other ranks.
+"""Measure the forward time of a rank's own layers, without the time spent waiting for weights of other ranks.
 
-In the forward pass of each layer, these things happen in this order:
+FSDP2 synchronises all ranks in every layer, so the time of a step does not show which rank is slow. The timer's hooks
+therefore run between FSDP2's hooks and the layer.
 
-    FSDP2's hook before the layer   waits for its weights       | our hook: records the begin
-    the layer                       this rank's own work        |
-                                                                | our hook: records the end
-    FSDP2's hook after the layer    frees the weights
-
-The timer is needed because FSDP2 synchronises all ranks in every layer, so the time of a step does not show which rank
-is slow. On a GPU, events mark the begin and end of each layer, and the host reads them only with the results of the
-step. Compiled layers are not timed, because the hooks would break their graphs. Layers with expert parallelism are not
-timed either, because they wait for tokens of other ranks.
+Compiled layers are not timed, because the hooks would break their graphs. Layers with expert parallelism are not timed,
+because they wait for tokens of other ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +29,8 @@ class RankImbalanceTimer:
         self._mesh, self._on_cuda = mesh, mesh.device.type == "cuda"
         self._marks: list[Any] = []
         for layer in layers_of(model):
-            layer.register_forward_pre_hook(self._mark)
-            layer.register_forward_hook(self._mark, prepend=True)
+            layer.register_forward_pre_hook(self._mark)  # after FSDP2's hook, which waits for the layer's weights
+            layer.register_forward_hook(self._mark, prepend=True)  # before FSDP2's hook, which frees them
 
     @staticmethod
     def of(model: PreTrainedModel, mesh: Mesh) -> RankImbalanceTimer | None:

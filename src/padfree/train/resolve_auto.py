@@ -1,17 +1,10 @@
 """Resolve `auto` settings from the device, the model and the memory estimate.
 
-    parallel.compile         inductor on a GPU, none on the CPU
-    parallel.checkpointing   none (no layer recomputes activations) if that fits the device. Otherwise each layer gets
-                             its own level, so that the activations fit and as little as possible is recomputed
-                             (`padfree.estimate.levels`). A layer offloads activations to the host only if computing the
-                             layer takes longer than copying the activations. In three cases, all layers get the same
-                             level, the first of none, selective and full that fits: on the CPU, with
-                             rollout.routing=replay, and if communication splits the graphs of compiled layers
-    parallel.reshard         false (layers stay gathered between forward and backward) if the device has memory for the
-                             gathered weights, else true
-    checkpoint.asynchronous  true if the copies of a checkpoint fit into the free host memory. Each save chooses anew
-                             (`padfree.checkpoint.background`); a dry run shows the choice for the memory free now
-    rollout.exact            true if every operator of the model allows it on this device, else false
+    parallel.compile          inductor on a GPU with triton and a C compiler, else none
+    parallel.checkpointing    the least recomputation that fits the device; each layer gets its own level if possible
+    parallel.reshard          false if the gathered weights fit the device
+    checkpoint.asynchronous   true if the copies of a checkpoint fit into the free host memory
+    rollout.exact             true if every operator of the model allows it on this device
 
 Values that the user sets are kept. Each chosen value has a reason, which the run prints and logs.
 """
@@ -126,8 +119,10 @@ def resolve_auto(
         if config.lora.rank:
             add_adapters(model, config.lora)  # add the adapters once, because otherwise every estimate would add them
         estimates: list[tuple[ParallelConfig, MemoryEstimate]] = []
+        # Offload activations only if computing a layer takes longer than copying its activations.
         may_offload = device_type != "cpu" and ModelSizes.of(model.config).hidden >= WIDE_ROW
         whole = _whole_graphs(parallel) and config.rollout.routing == "recompute"
+        # If False, all layers get the same level.
         by_layer = parallel.checkpointing == "auto" and device_type != "cpu" and whole
 
         def estimate(candidate: ParallelConfig) -> MemoryEstimate:
@@ -193,8 +188,8 @@ def resolve_auto_on(config: Config, mesh: Mesh, **facts: Any) -> ResolvedAuto:
 def with_exact(resolved: ResolvedAuto, model: PreTrainedModel, device: torch.device) -> ResolvedAuto:
     """Resolve `rollout.exact=auto`: true if all operations of the model give the same bits in sampler and trainer.
 
-    Raise a `UserError` if the user has set `rollout.exact` to true although some operation may give other bits.
-    `resolved`: the settings with all other `auto` values replaced. `model`: the model without weights.
+    Raise a `UserError` if `rollout.exact` is true although some operation may give other bits. `model`: without
+    weights.
     """
     config = resolved.config
     problem = exact_operators.problem(
@@ -258,11 +253,11 @@ def device_memory(device: torch.device) -> float:
 def training_memory(config: Config, device: torch.device) -> float:
     """Return the number of bytes that this process can use on the device while it trains.
 
-    With `rollout.colocated`, this is the memory of the whole GPU minus the memory that a sleeping server keeps. The
-    currently free memory does not matter, because the server may be awake when this function is called.
+    With `rollout.colocated`, this is the memory of the whole GPU minus the memory that a sleeping server keeps.
     """
     if not config.rollout.colocated or device.type != "cuda":
         return device_memory(device)
+    # The free memory does not matter here, because the server may be awake now.
     return whole_memory(device) - config.rollout.sleeping_bytes
 
 
@@ -297,8 +292,7 @@ def _levels(
 ) -> tuple[LayerLevel, ...] | None:
     """Choose a checkpointing level for each layer, so that a step fits the device and recomputes as little as possible.
 
-    Return None if no choice fits. `memory`: a memory estimate of the run; the levels in it are ignored.
-    `device_memory`: in bytes. `may_offload`: whether activations may be offloaded to the host.
+    Return None if no choice fits. `memory`: a memory estimate; its levels are ignored. `device_memory`: in bytes.
     """
     levels = COMPILED if memory.compiled else PLAIN
     if not may_offload:
@@ -325,10 +319,10 @@ def _faster_states(
     device_memory: float,
     may_offload: bool,
 ) -> str:
-    """Return a hint that names smaller values of `optimizer.state` and the share of FLOPs that each would save.
+    """Return a hint about smaller optimizer states, e.g. `; optimizer.state would save FLOPs: int8 3%`.
 
-    An example is `; optimizer.state would save FLOPs: int8 3%`. A smaller optimizer state leaves memory for
-    activations, so fewer activations are recomputed. The hint is empty if a smaller state would save almost nothing.
+    A smaller state leaves memory for activations, so fewer activations are recomputed. The hint is empty if this would
+    save almost nothing.
     """
     optimizer, size = config.optimizer, NUMBER_BYTES[config.model.dtype]
     if parallel.checkpointing == "none" or estimate.offloaded or (optimizer.name, optimizer.state) != ADAMW:

@@ -1,15 +1,8 @@
 """Record a run's settings, model and data in its checkpoints, and compare them with the run that resumes.
 
-    part         what is recorded and compared                                                 may it change?
-    data         a digest of the training samples, without file names and row numbers          no
-    model        the fields of its config that change what it computes                         no
-    reference    the same fields, and a fingerprint of its weights                             no
-    teacher      a fingerprint of its weights                                                  no
-    settings     every setting by name                                                         some; see below
-
-Settings that affect only future steps (learning rate, betas, schedule, loss coefficients) may change, which is reported
-and logged. The number of processes may change too. Settings that determine the order of the samples or the shapes of
-saved tensors must not change.
+The data, the model, the teacher and (unless `reference.path` changes) the reference must stay the same. Settings that
+affect only future steps, e.g. the learning rate, may change; the run reports the change. Settings that determine the
+order of the samples or the shapes of saved tensors must not change. The number of processes may change.
 """
 
 from __future__ import annotations
@@ -77,9 +70,8 @@ def made_with(
 ) -> dict[str, Any]:
     """Return the record of settings, model and data that every checkpoint of a run stores.
 
-    `model`: the model's config. `data`: a digest and the size of the data (see `data_record`). `reference`: the config
-    fields of the reference model, and a fingerprint (hash) of its weights. `teacher`: a fingerprint of the teacher's
-    weights.
+    `data`: see `data_record`. `reference`: config fields of the reference model and a fingerprint (hash) of its
+    weights. `teacher`: a fingerprint of the teacher's weights.
     """
     return {
         "settings": flat_settings(config),
@@ -216,11 +208,10 @@ def check_settings(path: Path, there: Mapping[str, Any], here: Config, *, inside
 def check_made_with(
     path: Path, there: Mapping[str, Any], here: Mapping[str, Any], config: Config, *, inside: bool
 ) -> dict[str, tuple[Any, Any]]:
-    """Compare this run with the checkpoint at `path`. Return the changed settings, each as (old value, new value).
+    """Return the settings that differ from the checkpoint at `path`, as (old value, new value) by name.
 
-    Raise an error if the model, the data, or a setting that must not change differs. `there`: the record of settings,
-    model and data in the checkpoint. `here`: this run's record. `inside`: whether the checkpoint was saved between two
-    updates of a rollout batch.
+    Raise an error for a forbidden change. `there`, `here`: the `made_with` records of checkpoint and run. `inside`:
+    whether the checkpoint lies between two updates of a rollout batch.
     """
     changed = check_settings(path, there["settings"], config, inside=inside)
     start_over = "give another run.folder, or start over with checkpoint.resume=false"
@@ -266,8 +257,8 @@ def check_made_with(
 def _check_fields(setting: str, path: Path, fields: tuple[Mapping[str, Any], Mapping[str, Any]], same: bool) -> None:
     """Raise an error if the fields of a model's config differ between the checkpoint and this run.
 
-    `fields`: the fields of the checkpoint, then those of this run. `same`: whether one version of transformers wrote
-    both configs. If not, fields that only one of them has are ignored.
+    `fields`: of the checkpoint, then of this run. `same`: one version of transformers wrote both configs; otherwise
+    only common fields are compared.
     """
     there, here = fields
     for name in sorted(there.keys() | here.keys() if same else there.keys() & here.keys()):
@@ -301,10 +292,9 @@ def _required(config: Config) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "", whole: Collection[str] = ()) -> dict[str, Any]:
-    """Flatten nested dicts to one dict with dotted names, e.g. {"a": {"b": 1}} to {"a.b": 1}.
+    """Flatten nested dicts and lists of dicts: {"a": [{"b": 1}]} becomes {"a.0.b": 1}.
 
-    A list of dicts is flattened too: {"a": [{"b": 1}]} gives {"a.0.b": 1}. A dict whose dotted name, without list
-    indices, is in `whole` is not flattened: "a.b" in `whole` keeps a dict at "a.0.b".
+    A dict whose name without list indices is in `whole` is not flattened: "a.b" in `whole` keeps a dict at "a.0.b".
     """
     found: dict[str, Any] = {}
     for name, value in values.items():

@@ -1,22 +1,11 @@
 """Balance the load of experts: with a loss over the whole global batch, or with a bias in each router.
 
-The load-balancing loss L follows the definition of transformers for one batch:
+As in transformers, the loss is `loss.load_balancing` · E · Σ_e f_e · p_e. E is the number of experts, f_e is how often
+routers choose expert e per token and layer, and p_e is the mean router probability of e. If f of the whole batch is
+known before backward, the gradients of micro-batches add up.
 
-    L     loss.load_balancing · E · Σ_e f_e · p_e      E: number of experts
-    f_e   how many times the routers choose expert e, divided by N
-    p_e   the sum of the router probabilities of expert e, divided by N
-    N     number of sample tokens in the global batch (without padding) × number of layers with experts
-
-L contains products of two means over the whole batch, so its gradient is not simply a sum over micro-batches. But f has
-no gradient. Once f of the whole batch is known, L is linear in p, and the gradients of micro-batches and ranks add up
-to the gradient of L. The way to get f depends on the number of micro-batches:
-
-    one micro-batch per rank        f is summed over the ranks between forward and backward
-    several micro-batches per rank  an extra forward pass over all micro-batches counts the choices first
-
-`loss.router_bias` is an alternative without a loss. A router adds a bias to the scores with which it selects experts.
-After each update, the bias of an expert that was chosen less often than average grows by `loss.router_bias`, and the
-bias of an expert that was chosen more often falls by it. The counts are those of the step over all ranks.
+`loss.router_bias` instead raises the bias of an expert that was chosen less often than average, and lowers that of
+others.
 """
 
 from __future__ import annotations
@@ -89,7 +78,7 @@ class RouterBalance:
             self._own += self._choices(batch)
         if not self.coefficient:
             return output
-        if self._counts is None:
+        if self._counts is None:  # one micro-batch per rank: no extra forward pass was needed
             self._counts = self._sum_over_ranks()
         part = self._part(batch)
         return LossOutput(
@@ -146,7 +135,7 @@ class RouterBalance:
         assert self._counts is not None
         real, counts = _real_tokens(batch), self._counts.sum(0)
         top = self.recorder.calls[0][2].shape[1]
-        num_tokens = (counts.sum() / top).clamp(min=1.0)  # N
+        num_tokens = (counts.sum() / top).clamp(min=1.0)  # tokens of the global batch × layers
         shares = (counts / num_tokens).float()
         total = torch.zeros((), device=self.mesh.device)
         for number, logits, _ in self.recorder.calls:

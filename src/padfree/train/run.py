@@ -83,12 +83,8 @@ def train(
 ) -> RunResult:
     """Run a whole training in this process, and return how it ended. Every process that torchrun starts calls this.
 
-    The callbacks show the progress of the run. `on_step` receives the metrics of each step, `on_tokenising` the
-    progress of tokenisation, `on_activity` the current activity, and `on_note` notes of one line, e.g. about resolved
-    `auto` settings. `on_sampling` receives the number of finished responses of a batch, and the number of responses
-    that this rank has requested.
-
-    `signals`: signal handlers that are already installed. Without them, `train` installs its own before the first step.
+    The callbacks `on_...` show the progress (see their types). `signals`: installed signal handlers; by default,
+    `train` installs its own.
     """
     report_activity: OnActivity = on_activity or (lambda name, done, total: None)
     require_trackers(config.track)

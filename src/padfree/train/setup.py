@@ -190,10 +190,10 @@ def build_teacher_scorer(config: Config, mesh: Mesh) -> Scorer | None:
 
 
 def build_reference(config: Config, mesh: Mesh, engine: Engine | None = None) -> ReferenceModel | None:
-    """Build the reference model of the KL term, or return None if the settings do not ask for one.
+    """Return the reference model of the KL term; None if `reference.path` is not set.
 
-    `engine`: the policy's engine. If it is None, the reference is a separate model even if it could share the policy's
-    weights, and nothing checks that its weights have the same names and shapes as the policy's.
+    Without `engine` (the policy's engine), the reference is always a separate model, and its weights are not compared
+    with the policy's weights.
     """
     path, every = config.reference.path, config.reference.refresh
     if path is None:

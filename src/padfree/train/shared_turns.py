@@ -1,13 +1,12 @@
 """Count the tokens that the samples of one data row share. The memory estimate and `padfree plan` need the count.
 
-In this example, a conversation of three turns gives three samples; `|` marks the points where they branch:
+For example, a conversation of two turns gives two samples, which branch at `|`:
 
     turn 1   system user-1 | thought-1 answer-1
-    turn 2   system user-1 | answer-1 user-2 | thought-2 answer-2
-    turn 3   system user-1 | answer-1 user-2 | answer-2 user-3 | thought-3 answer-3
+    turn 2   system user-1 | answer-1 user-2 thought-2 answer-2
 
-If prefixes are shared, an answer is computed twice: with its thought in the turn that trains it, and without its
-thought as the context of all later turns. Without sharing, every later turn computes the answer again.
+If prefixes are shared, `system user-1` is computed once. `answer-1` is computed twice: after its thought, where
+it is trained, and without the thought, as context of turn 2.
 """
 
 from __future__ import annotations

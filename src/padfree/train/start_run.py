@@ -121,10 +121,9 @@ def check_on_first_rank(mesh: Mesh, function: Callable[..., object], *arguments:
 
 
 def _reference_record(reference: ReferenceModel | None, checkpointer: Checkpointer) -> dict[str, Any] | None:
-    """Return what checkpoints record about a reference model with its own weights: its config and a fingerprint.
+    """Return the config and a weight fingerprint of a reference model with its own weights; None if there is none.
 
-    A reference that is refreshed has no fingerprint, because its weights change and checkpoints contain them. The
-    result is None for a run without a reference model, or for a reference that shares the policy's weights.
+    A reference that is refreshed has no fingerprint, because its weights change.
     """
     if not isinstance(reference, ModelReference):
         return None

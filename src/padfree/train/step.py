@@ -157,11 +157,11 @@ class PendingStep:
         )
 
     def device_seconds(self) -> float | None:
-        """Return the seconds on the device from the end of the previous step to the end of this step; None if unknown.
+        """Return the device's seconds from the end of the previous step to the end of this step; None if unknown.
 
-        Call this after `finish`. The host cannot measure this time, because the next step begins before the host sees
-        the end of this step.
+        Call this after `finish`.
         """
+        # Events measure the time: the host sees the end of a step only after it has begun the next step.
         if self._arrived is None or self._before is None:
             return None
         return float(self._before.elapsed_time(self._arrived)) / 1e3

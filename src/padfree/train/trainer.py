@@ -1,23 +1,10 @@
 """The training loop: batches, updates, metrics, checkpoints. SFT and RL share it.
 
-    batcher -> global batch        SFT   samples of the data
-                                   RL    a rollout batch, with advantages, reference log-probabilities and old
-                                         log-probabilities, all computed before its first update. With
-                                         `rollout.staleness`, later batches are sampled while this one is trained
-                                         (`padfree.rollout.collect`)
-            -> updates             SFT   one per batch
-                                   RL    `loss.epochs` passes over the batch in `loss.mini_batches` parts, one optimizer
-                                         step per part
-            -> engine.begin -> engine.finish -> metrics.jsonl
-            -> after every update: stop if a signal asks for it, save a checkpoint if one is due
+SFT makes one update per batch. RL computes the advantages and log-probabilities of a rollout batch once, and then
+makes several updates with this batch.
 
-On a GPU, an update begins before the previous one is finished, if its samples are already known
-(`padfree.train.step_pipeline`). A checkpoint waits for all updates that were begun.
-
-A checkpoint lies between two optimizer steps. It holds the weights, the optimizer state, the position in the data, the
-random state of every rank and the responses that were sampled ahead. Between two updates of a rollout batch, it also
-holds the batch (`padfree.train.global_batch`). A resumed run therefore makes the same steps as an uninterrupted one, on
-any number of ranks.
+On a GPU, an update may begin before the previous one is finished. A checkpoint waits for all updates that were begun.
+It holds everything that a resumed run needs to make the same steps as an uninterrupted run, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -125,9 +112,8 @@ class Trainer:
     ) -> None:
         """Use `padfree.train.start_run.begin_run` to make a trainer; it prepares the arguments from a checkpoint.
 
-        `made_with`: the record of settings, model and data that every checkpoint stores. `response_log`: keeps sampled
-        responses until the next checkpoint. `signals`: signal handlers that are already installed. `planned_steps`: for
-        display. `float8`: chooses the layers that stay in bfloat16.
+        `made_with`: the record of settings, model and data for checkpoints. `signals`: handlers that are already
+        installed. `planned_steps`: for display.
         """
         self._signals, self._planned_steps = signals, planned_steps
         self._on_activity, self.on_note, self._float8 = on_activity, on_note, float8

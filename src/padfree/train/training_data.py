@@ -84,10 +84,10 @@ def load_training_data(
     import_reward: bool = True,
     day: datetime.date | None = None,
 ) -> TrainingData:
-    """Load the samples or prompts of `data.path` or of all `data.sources`, with a report about unused rows.
+    """Load the samples or prompts of `data.path` or of all `data.sources`.
 
-    `progress` shows the progress of tokenisation. `import_reward`: whether to import the reward function before the
-    prompts are read, so that an error in it shows early. `day`: the date for chat templates; None: today.
+    `import_reward`: import the reward function first, so that an error in it shows early. `day`: the date for chat
+    templates; None: today.
     """
     settings = ReadSettings(
         data=config.data,

@@ -1,12 +1,11 @@
 """Check that all models of a run use the same ids for the same tokens.
 
-The policy, the reference, the teacher and the critic all receive token ids of the run's tokenizer (`model.tokenizer`,
-by default the tokenizer in `model.path`). Each token of the run's tokenizer must therefore have the same id in the
-tokenizer that comes with each model. Additional tokens of a model do no harm. A reward model receives text, so it may
-have any tokenizer.
+The policy, the reference, the teacher and the critic receive token ids of the run's tokenizer (`model.tokenizer`, by
+default that of `model.path`). Each model's own tokenizer must give these tokens the same ids. A reward model receives
+text, so it may have any tokenizer.
 
-There is one exception: the tokenizer that comes with the trained model may lack tokens of `model.tokenizer`. The run
-then trains the embeddings of these tokens.
+Exception: the tokenizer of the trained model may lack tokens of `model.tokenizer`. The run then trains their
+embeddings.
 """
 
 from __future__ import annotations
@@ -52,9 +51,8 @@ def compare_vocabularies(
 ) -> str | None:
     """Raise a `UserError` if a model's vocabulary lacks a token of the run's tokenizer, or gives it another id.
 
-    `own`, `own_name`: the vocabulary and name of the run's tokenizer. `other`, `name`: the vocabulary and name of the
-    model. `setting`: the setting that names the model. `may_lack`: if the model uses the ids of missing tokens for no
-    other tokens, return a note instead of raising the error.
+    `own`: the run's vocabulary. `other`: the model's vocabulary. `may_lack`: return a note if tokens are missing and
+    their ids are unused.
     """
     if own.items() <= other.items():
         return None

@@ -85,19 +85,16 @@ def _added(leaf: Leaf) -> int:
 
 def queue_metrics(
     groups: Sequence[RolloutGroup],
-    version: int,
-    oldest: int,
+    version: int,  # policy version at which the batch is trained
+    oldest: int,  # maximum age of a token that the run allows
     *,
-    waiting: tuple[int, int],
-    dropped: int,
-    sampler: Mapping[str, float],
+    waiting: tuple[int, int],  # number of finished and number of unfinished groups in the queue
+    dropped: int,  # number of groups that are sampled again because their tokens are too old
+    sampler: Mapping[str, float],  # the sampler's metrics
 ) -> dict[str, float]:
     """Return metrics of a batch that was sampled ahead of training: ages of its tokens, and state of the batch queue.
 
-    The age of a token is `version`, the policy version at which the batch is trained, minus the version that sampled
-    the token. `oldest`: the maximum age that the run allows. `waiting`: the number of finished and the number of
-    unfinished groups in the queue. `dropped`: the number of groups that are sampled again because their tokens are too
-    old. `sampler`: the metrics of the sampler.
+    The age of a token is `version` minus the policy version that sampled the token.
     """
     ages = version - np.concatenate([one.versions for group in groups for one in group.episodes])
     assert ages.min() >= 0, "a token is newer than the current policy version"

@@ -1,34 +1,15 @@
 """Turn groups of prompts into samples, batch by batch, for any engine and any kind of episode.
 
-`Collector.next` sends the weights to the sampler, queues batches of prompt groups (`put`) until its queue is full, and
-returns the samples of the oldest queued batch (`take`). In this example, batch 7 has 3 episodes for each of the prompts
-p and q:
+`put` requests the episodes of a batch from the sampler. `take` waits for the episodes and their rewards, and returns
+the samples. All methods are collective.
 
-    put 7     groups (p p p) (q q q)     episodes 0 1 2 | 3 4 5, divided over all ranks
-              known episodes             those in the checkpoint or the response log are not sampled again
-    take 7    episodes                   played by `ResponseWriter` (one turn) or `EpisodeRunner` (an environment)
-              rewards                    a function runs on the rank of the episode; a reward model runs on all ranks
-              filter                     optionally replaces groups whose rewards are all equal (`queued_batch`)
-              samples                    in the order of the groups and episodes; every rank gets all samples, but their
-                                         tokens stay on the rank that sampled them (`sample_exchange`)
+With `rollout.staleness` 0, all episodes are played in `take`. With a staleness of 2, sampling goes on during training.
+The digits are batch numbers:
 
-With `rollout.staleness` 0, all episodes are played in `take`. With a staleness above 0, sampling begins at `put` and
-goes on during training. In this example with a staleness of 2, the digits are batch numbers, and a weight sync
-interrupts the sampling of batch 3:
+    main thread    put 1 2 3 | take 1 | train 1 ............ | sync weights | put 4 | take 2 | train 2 ...
+    sampler            111111111222222222222333333333333333  |              | 33333444444444444 ...
 
-    main thread    put 1 2 3 | take 1 | train 1 ............ | sync weights | put 4 | take 2 | train 2 .....
-    sampler          1 1 1 1 2 2 2 2 3 3 3 3 3 3 3 3 3 3 3 3 |              | 3 3 4 4 4 ...
-    rewards              1 1 1 1 2 2 2 2 3 3 3 3 3 3 3 3 3 3 |              |     3 3 4 ...
-
-A checkpoint stores the queued batches (`queue_state`), and the position in the data before the oldest of them. A
-resumed run takes the same groups again, and restores the responses that were sampled for them. If `rollout.staleness`
-was lowered before the resume, some restored tokens may be too old when they are trained. The collector then drops the
-responses of their groups, and samples these groups again.
-
-The random numbers that choose a token depend on the seed, the batch number and the episode number in the batch. With
-`rollout.staleness` 0, another number of ranks, or a resumed run, therefore gives the same rollouts, up to rounding of
-the logits. Batches are trained in the order in which they were queued, however fast the sampler is. All methods are
-collective.
+With `rollout.staleness` 0, rollouts do not depend on the number of ranks, up to rounding.
 """
 
 from __future__ import annotations
@@ -92,29 +73,20 @@ class Collector:
     def __init__(
         self,
         settings: RolloutConfig,
-        loss: LossConfig,
-        run: RunConfig,
+        loss: LossConfig,  # gives the temperature and the updates per batch
+        run: RunConfig,  # gives the seed, the steps and the folder
         mesh: Mesh,
-        sampler: Any,
+        sampler: Any,  # a `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0
         tokenizer: Any,
-        prompts: Sequence[Prompt] = (),
+        prompts: Sequence[Prompt] = (),  # all prompts of the run, from which `rollout.filter` takes replacements
         *,
-        vocabulary: int,
-        chat: ChatRenderer | None = None,
-        images: ImageSettings | None = None,
+        vocabulary: int,  # number of embeddings; environments may add only token ids below it
+        chat: ChatRenderer | None = None,  # renders the messages of environments
+        images: ImageSettings | None = None,  # how to read the images of environments
         reward_model: RewardModel | None = None,
-        response_log: ResponseLog | None = None,
+        response_log: ResponseLog | None = None,  # stores responses until a checkpoint holds them
         on_sampling: OnSampling = lambda done, total: None,
     ) -> None:
-        """Create a collector of rollouts.
-
-        `loss` gives the temperature and the updates per batch, `run` the seed, the steps and the folder. `sampler` is a
-        `Sampler`, or an `AsyncSampler` if `rollout.staleness` is above 0. `prompts`: all prompts of the run, from which
-        `rollout.filter` takes replacements for groups whose rewards are all equal. `vocabulary`: the number of
-        embeddings of the model; environments may add only token ids below this number.
-        `chat` renders the messages of environments, and `images` reads their images. `response_log` stores responses
-        until a checkpoint holds them.
-        """
         self.settings, self.mesh, self.sampler, self._run, self._prompts = settings, mesh, sampler, run, prompts
         self.chat_tokenizer = ChatTokenizer(tokenizer, chat, vocabulary, images)
         self.response_log = None if settings.has_episodes else response_log  # a resumed run replays episodes
@@ -159,12 +131,12 @@ class Collector:
     def _fill(self, batcher: Batcher, trained: PreTrainedModel, step: int, remaining: int = 0) -> None:
         """Sync the current weights to the sampler, then request batches until the queue is full.
 
-        The queue holds `staleness` batches while another batch is in training, and `staleness` + 1 batches otherwise.
-        `step`: the number of updates made so far. `remaining`: the number of updates still to be made with the batch in
-        training; 0 if no batch is in training.
+        `step`: updates made so far. `remaining`: updates still to be made with the batch in training; 0 if no batch is
+        in training.
         """
         self.sync_weights(trained, step)
         self._replace_equal_groups()
+        # The queue is full with `staleness` batches beside the batch in training, or one more if there is none.
         while len(self._batches) < self.settings.staleness + (not remaining):
             version = step + remaining + len(self._batches) * self._updates  # policy version when it is trained
             if self._run.steps is not None and version >= self._run.steps:
@@ -371,12 +343,10 @@ class Collector:
     def _finished(self, queued: QueuedBatch) -> Outcomes:
         """Return the outcomes of all episodes of a batch, keyed by episode number.
 
-        With `rollout.staleness` 0, the episodes are played now. Otherwise, they are already in the queue, and this
-        method waits for them. As long as `rollout.filter` needs more groups whose rewards differ, further groups are
-        requested.
+        Request further groups as long as `rollout.filter` needs more groups whose rewards differ.
         """
         while True:
-            error = self._wait(queued) if self._async else self._play(queued)
+            error = self._wait(queued) if self._async else self._play(queued)  # staleness 0: played only now
             try:
                 outcomes = self._complete(queued, error)
             except UserError as wrong:
@@ -414,9 +384,8 @@ class Collector:
     ) -> dict[int, EpisodeOutcome] | None:
         """Return the outcomes of the episodes of all ranks, keyed by episode number. Collective.
 
-        The result is None if a rank has unfinished episodes because no server has the current weights. `error`: an
-        error message of this rank; an error of one rank is raised on all ranks. `model`: whether the reward model, if
-        the run has one, computes rewards now.
+        Return None if episodes wait for a server with the current weights. `error`: an error message of this rank,
+        raised on all ranks. `model`: whether a reward model computes rewards now.
         """
         with self._timed("waiting"):
             by_rank = self._gathered((error, bool(queued.missing)))

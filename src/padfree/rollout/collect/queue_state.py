@@ -1,17 +1,15 @@
 """Checkpoint state of the batches that are sampled ahead of training (`rollout.staleness` above 0), as a dict.
 
-The entry "queue" lists the finished episodes and the partial responses, without their arrays. The arrays of all token
-sequences are concatenated, N tokens in total:
+"queue" lists the finished episodes and the partial responses. Their arrays are concatenated, N tokens in total:
 
     "queue/tokens"     [N] token ids
     "queue/logprobs"   [N] log-probabilities
-    "queue/versions"   [N] policy version that sampled each token; -1: the token was not sampled
+    "queue/versions"   [N] policy version that sampled each token; -1: not sampled
     "queue/routes"     [M, R, k] if recorded: k experts in each of R layers, for M of the tokens
-    "queue/counts"     [N] with truncated sampling (e.g. top-p): how many ids are stored for each token in "queue/ids"
-    "queue/ids"        [K] with truncated sampling: the ids from which each token was sampled, as in `KeptSets`
+    "queue/counts"     [N] with truncated sampling: number of ids that top-k and top-p leave for each token
+    "queue/ids"        [K] with truncated sampling: these ids
 
-"queue/of" names the environment: a run with another environment does not restore the episodes. Unfinished episodes of
-an environment are not stored, because the state of their tools cannot be saved.
+"queue/of" names the environment. Unfinished episodes of an environment cannot be saved.
 """
 
 from __future__ import annotations

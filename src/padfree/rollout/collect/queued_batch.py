@@ -1,25 +1,14 @@
 """A batch that the collector has queued: its groups, their episodes, and which groups are trained on.
 
-In this example, a batch has 3 episodes for each of the prompts p and q:
+`rollout.filter` replaces a group whose rewards are all equal by a spare group, which has another prompt of the data. In
+this example, a batch has 3 groups with 2 responses each:
 
-    groups      (p p p) (q q q)        episodes 0 1 2 | 3 4 5, divided over all ranks (`share_of_rank`)
-    outcomes    0 1 0   1 1 1          rewards by episode number; every rank knows the rewards of all ranks
-    signal      yes     no             whether the rewards of a group differ
+    group      0     1     2     3 (spare)
+    rewards    0 1   0 0   0 1   1 0
+    trained    yes   no    yes   yes
 
-`rollout.filter` replaces a group whose rewards are all equal by a spare group. In this example, a batch has 4 groups
-with 2 responses each:
-
-    groups    of the batch             spare
-              0     1     2     3      4     5     6     ...
-    rewards   0 1   0 0   0 1   1 1    1 0   1 1                  two responses per group
-    chosen    0           2            4                          groups whose rewards differ
-
-The batch still needs one group whose rewards differ, so group 6 is sampled next. A batch samples at most
-`rollout.filter_bound` times as many groups as it trains on. When this bound is reached, groups with equal rewards
-complete the batch, the first ones first: in the example, the batch trains on groups 0 1 2 4.
-
-Spare groups have other prompts of the data, in a random order that the seed and the batch number give. The chosen
-groups depend only on the sampled responses, and not on when or in what portions groups were requested.
+A batch samples at most `rollout.filter_bound` times as many groups as it trains on. If too few of them differ in their
+rewards, groups with equal rewards complete the batch.
 """
 
 from __future__ import annotations
@@ -70,28 +59,21 @@ Stored = tuple[int, int, Played | Response]
 class QueuedBatch:
     """A batch that is being sampled: its groups of prompts, and the episodes that this rank plays for them.
 
-    The list `groups` begins with the groups that were read from the data for this batch. Spare groups follow: with
-    `rollout.filter`, they replace groups whose rewards are all equal. The first `num_requested` groups of the list have
-    been requested from the sampler.
+    `groups` lists the groups that were read from the data, then spare groups (`rollout.filter`). The first
+    `num_requested` groups have been requested from the sampler.
     """
 
     def __init__(
         self,
         batch: int,
-        own: Sequence[RolloutGroup],
+        own: Sequence[RolloutGroup],  # the groups read from the data
         settings: RolloutConfig,
         *,
-        version: int,
-        prompts: Sequence[Prompt] = (),
-        seed: int = 0,
-        cursor: Mapping[str, Any] | None = None,
+        version: int,  # the policy version at which the batch is trained
+        prompts: Sequence[Prompt] = (),  # all prompts of the run, from which `rollout.filter` takes replacements
+        seed: int = 0,  # determines the order of the replacements
+        cursor: Mapping[str, Any] | None = None,  # the position in the data before the batch
     ) -> None:
-        """Create the batch. No episode is requested from the sampler yet.
-
-        `own`: the groups read from the data. `version`: the policy version at which the batch is trained. `cursor`: the
-        position in the data before the batch. `prompts`: all prompts of the run, from which `rollout.filter` takes
-        replacements for groups with equal rewards, in a random order that depends on `seed`.
-        """
         self.batch, self.version, self.cursor, self._settings = batch, version, cursor, settings
         self.groups: list[RolloutGroup] = []
         for group in own:
@@ -168,12 +150,12 @@ class QueuedBatch:
     def chosen(self, outcomes: Outcomes) -> list[RolloutGroup]:
         """Return the groups to train on, at most as many as were read from the data for this batch.
 
-        With `rollout.filter`, groups whose rewards are not all equal are preferred. Groups with a failed episode are
-        left out and not replaced. Raise a `UserError` if no group is left.
+        Groups with a failed episode are left out and not replaced. Raise a `UserError` if no group is left.
         """
         order = list(range(self._wanted))
         if self._filtered:
             signals = self._signals(outcomes)
+            # Groups whose rewards differ come first. The order does not depend on when responses have finished.
             order = sorted(range(self.num_requested), key=lambda index: (not signals[index], index))
         chosen = [self.groups[index] for index in sorted(order[: self._wanted])]
         found = [group for group in chosen if all(outcomes[number].failure is None for number in group.numbers)]
@@ -230,13 +212,9 @@ def merged(parts: Iterable[Outcomes]) -> dict[int, EpisodeOutcome]:
 
 
 def share_of_rank(groups: Sequence[RolloutGroup], rank: int, world: int) -> list[tuple[int, RolloutGroup]]:
-    """Divide the episodes of the groups over `world` ranks. Return the episodes of one rank, each with its group.
+    """Divide the episodes of the groups over `world` ranks. Return one rank's episode numbers, each with its group.
 
-    Groups are sorted by prompt length and dealt to the ranks in turn, so that every rank gets prompts of all lengths.
-    Episodes are then moved between ranks, until the numbers of episodes of two ranks differ by at most one.
-
-    For example, groups A, B and C have prompts of equal length and the episodes 0 1, 2 3 and 4 5. Of two ranks, rank 0
-    is dealt A and C, and rank 1 is dealt B. Then episode 5 moves, so rank 0 has 0 1 4 and rank 1 has 5 2 3.
+    Every rank gets prompts of all lengths. The ranks' numbers of episodes differ by at most one.
     """
     by_length = sorted(groups, key=lambda group: (len(group.prompt.tokens), group.first))
     dealt = [group for start in range(world) for group in by_length[start::world]]
@@ -248,11 +226,8 @@ class KnownEpisodes:
     """The episodes and responses in the checkpoint and in the response log, all sampled before the run was resumed."""
 
     def __init__(self, response_log: ResponseLog | None, *, oldest: int, continues: bool) -> None:
-        """Start with the response log only. `restore` adds the episodes of a checkpoint.
-
-        `oldest`: the maximum number of optimizer steps between sampling a token and training on it. Groups with older
-        tokens are dropped. `continues`: whether the sampler can continue partial responses. If it cannot, partial
-        responses in the log are ignored.
+        """`oldest`: maximum age of a token in optimizer steps; groups with older tokens are dropped. `continues`:
+        whether the sampler can continue partial responses. If not, partial responses in the log are ignored.
         """
         self._response_log, self._oldest, self._continues = response_log, oldest, continues
         self.restored: dict[tuple[int, int], Played | Response] = {}  # from the checkpoint, by batch and episode number

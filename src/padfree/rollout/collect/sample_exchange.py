@@ -1,16 +1,12 @@
 """Samples whose tokens stay on the rank that sampled them until another rank trains on them.
 
 All ranks know the lengths, masks, rewards and shared prefixes of all samples. From these, every rank computes the same
-plan, i.e. which rank trains on which samples. Only then are token ids and log-probabilities sent, to the ranks that
-train on them.
+plan. Then the tokens are sent to the ranks that train on them.
 
-Before that, every rank has a placeholder sample for each sample, with the same length, prompt, last token and images.
-The other tokens are placeholder ids, which are larger than all token ids. Samples of one rank that share a prefix also
-share it as placeholder samples. For example, the samples p q 5 6 0 and p q 5 7 have the prompt p q, and also share the
-token 5. With the placeholder id A, they become p q A A 0 and p q A 7.
+Before that, placeholder ids stand for the tokens between the prompt and the last token. For example, with the prompt
+p q, the samples p q 5 6 0 and p q 5 7 become p q A A 0 and p q A 7. They still share 3 tokens.
 
-In the plan, samples of different ranks share at most the prompt. Samples with different routes (`padfree.routes`: the
-experts of each token) share no tokens. The bytes of an image that is in no file are sent to every rank.
+Samples of different ranks share at most the prompt.
 """
 
 from __future__ import annotations
@@ -86,8 +82,8 @@ def facts_of(
 ) -> list[tuple[LeafFacts, ...]]:
     """Return for each episode in `played` the descriptions of its leaves (the sequences that become samples).
 
-    `played`: this rank's episodes of one group. `prompt`: token ids of the group's prompt. `images`: the images of the
-    prompt. `shown`: the number of the episode whose text is included; None: no text is included.
+    `played`: this rank's episodes of one group. `prompt`, `images`: prompt of the group. `shown`: number of the episode
+    whose text is included, or None.
     """
     leaves = [(episode, leaf) for episode, one in enumerate(played) for leaf in one.leaves]
     shown_images = [images if leaf.images is None else leaf.images.images for _, leaf in leaves]
@@ -138,12 +134,11 @@ def _stretches(leaf: Leaf) -> tuple[Stretch, ...]:
 def placeholder_leaves(
     facts: Sequence[LeafFacts], prompt: NDArray[Any], first: int, routes: dict[bytes, int] | None = None
 ) -> list[Leaf]:
-    """Make leaves (sequences that become samples) with placeholder ids instead of the tokens after the prompt.
+    """Make leaves (sequences that become samples) with placeholder ids instead of the tokens after the prompt. Leaves
+    that share a prefix still share it.
 
-    Leaves that share a prefix still share it. Leaves whose prompts have different routes (experts of each token) share
-    no tokens. `facts` describes the leaves of one group on one rank. `first`: the number of placeholder leaves made so
-    far, so that no placeholder id is used twice. `routes` maps a digest of a prompt's routes to a number. This function
-    adds the digests that are missing.
+    `facts`: the leaves of one group on one rank. `first`: the number of leaves made so far. `routes`: a dict that all
+    calls share.
     """
     routes = {} if routes is None else routes
     leaves: dict[int, Leaf] = {}
@@ -152,7 +147,7 @@ def placeholder_leaves(
         one = facts[index]
         length = sum(stretch.length for stretch in one.stretches)
         tokens = np.full(length, NO_TOKEN + first + index, np.int64)
-        number = routes.setdefault(one.prompt_routes, len(routes))
+        number = routes.setdefault(one.prompt_routes, len(routes))  # so that different routes share no prefix
         tokens[: one.with_prompt] = prompt[: one.with_prompt].astype(np.int64) + ROUTED * number
         if one.with_previous >= one.with_prompt:
             tokens[: one.with_previous] = previous[: one.with_previous]
@@ -179,10 +174,9 @@ def placeholder_leaves(
 def known_to_all(
     groups: Sequence[RolloutGroup], own: Mapping[int, Played], gather: Gather, *, num_shown: int
 ) -> tuple[dict[int, Played], dict[int, int]]:
-    """Return two dicts by episode number: the episodes of all ranks, and the rank that played each episode.
+    """Return two dicts by episode number: the episodes of all ranks, and the rank that played each episode. Collective.
 
-    All ranks must call this function. The returned episodes have placeholder ids instead of the real tokens. They have
-    no text, except the first episode of each of the first `num_shown` groups, which is written to `rollouts.jsonl`.
+    The episodes have placeholder ids. Only the first episode of each of the first `num_shown` groups has a text.
     """
     own_facts: dict[int, tuple[tuple[LeafFacts, ...], Mapping[str, float], Mapping[str, float]]] = {}
     for index, group in enumerate(groups):
@@ -218,17 +212,11 @@ class SampleStore:
     def __init__(
         self,
         mesh: Mesh,
-        owners: Sequence[int],
-        lengths: Sequence[int],
-        own: Mapping[int, Arrays],
-        num_kept: Sequence[int] | None = None,
+        owners: Sequence[int],  # the rank that sampled each sample
+        lengths: Sequence[int],  # the number of tokens of each sample
+        own: Mapping[int, Arrays],  # the samples that this rank sampled, by sample index
+        num_kept: Sequence[int] | None = None,  # number of ids in the kept sets of each sample; None: no kept sets
     ) -> None:
-        """Create a store with the samples of this rank. Collective.
-
-        `owners[i]`: the rank that sampled sample i. `lengths[i]`: its number of tokens. `own`: the arrays of the
-        samples that this rank sampled, keyed by sample index. `num_kept[i]`: the total number of ids in the kept sets
-        (`padfree.kept_sets`) of sample i; None: no sample has kept sets.
-        """
         self._mesh, self._owners, self._lengths, self._arrays = mesh, owners, lengths, dict(own)
         self._num_kept = [0] * len(lengths) if num_kept is None else num_kept
         self._held = [{index for index, owner in enumerate(owners) if owner == rank} for rank in range(mesh.loss.size)]
@@ -270,13 +258,9 @@ class SampleStore:
             start = end
 
     def _num_bytes(self, index: int) -> int:
-        """Return the number of bytes that `fetch` sends for a sample.
-
-        Each token id and each log-probability takes 4 bytes. With truncated sampling, the size of a token's kept set
-        (the ids from which the token was sampled) and each id in this set take 4 bytes. Recorded routes (the experts of
-        each token) are added.
-        """
+        """Return the number of bytes that `fetch` sends for a sample."""
         length, num_kept = self._lengths[index], self._num_kept[index]
+        # 4 bytes for each token id, log-probability, size of a kept set, and id in a kept set
         return 4 * (2 * length + (length + num_kept if num_kept else 0)) + self._route_bytes * length
 
     def fetch_packs(self, packs: Sequence[Sequence[NDArray[np.int64]]], indices: Sequence[int]) -> None:
@@ -322,9 +306,7 @@ def travelling(
 ) -> list[Sample]:
     """Return copies of the samples for which `arrived` and `whole` can fetch the real tokens. Collective.
 
-    Until then, the copies have placeholder ids. `owners[i]`: the rank that sampled sample i. `own`: the tokens and
-    other arrays of the samples that this rank sampled, by sample index. `num_kept[i]`: the total number of ids in the
-    kept sets of sample i (for each token, the ids from which it was sampled).
+    Until then, the copies have placeholder ids. The other arguments are those of `SampleStore`.
     """
     store = SampleStore(mesh, owners, [len(sample) for sample in samples], own, num_kept)
     return [
@@ -344,10 +326,10 @@ def travelling_samples(
 ) -> list[Sample]:
     """Return copies of the samples for which `arrived` and `whole` can fetch the real tokens. Collective.
 
-    Until then, the copies have placeholder ids. `groups`: the groups from which the samples were made, in order: one
-    sample per leaf (token sequence) of an episode. Two dicts have the episode number as key: `owners` has the rank that
-    played each episode, and `own` the episodes that this rank played, with their real tokens.
+    `groups`: the groups of the samples, in order. By episode number: `owners`, the rank that played the episode, and
+    `own`, the episodes of this rank with their real tokens.
     """
+    # one sample per leaf
     leaves = [
         (one.number, leaf_index) for group in groups for one in group.episodes for leaf_index in range(len(one.leaves))
     ]
@@ -361,11 +343,10 @@ def travelling_samples(
 
 
 def arrived(samples: Sequence[Sample], packs: Sequence[Sequence[NDArray[np.int64]]]) -> Sequence[Sample]:
-    """Fetch the real tokens of the samples in this rank's packs from the ranks that sampled them. Return all samples.
+    """Fetch the real tokens of the samples in this rank's packs. Other samples may keep placeholder ids.
 
-    Samples whose tokens this rank does not hold keep placeholder ids in place of the tokens. If `samples` have
-    placeholder ids, all ranks must call this function. `packs[data rank]`: for each pack an array of indices of
-    `samples`, as in a `StepPlan`.
+    `packs[data rank]`: for each pack an array of indices of `samples`. Return all samples. Collective if `samples` have
+    placeholder ids.
     """
     placeholders = [sample for sample in samples if isinstance(sample, TravellingSample)]
     if not placeholders:

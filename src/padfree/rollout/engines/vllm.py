@@ -1,14 +1,10 @@
 """`VllmServer`: the HTTP interface of a vLLM server. `vllm_plugin` runs inside the server.
 
-The policy version of the server's weights is read before and after each response. If both readings give the same
-version, all tokens were sampled from the weights of this version: the server cannot have received other weights in
-between, because no two weight syncs set the same version. The server cannot have restarted either, because both
-readings and the response share one connection.
+The policy version of the server's weights is read before and after each complete response. If both readings are equal,
+all tokens were sampled from the weights of this version.
 
 For a weight sync, vLLM is paused in mode `abort`: requests end with the tokens sampled so far. A request that continues
-such a partial response computes its keys and values with the new weights. In mode `keep`, vLLM would keep the old keys
-and values. Later tokens would attend to them, and would have the log-probabilities of neither the old nor the new
-policy.
+such a partial response computes its keys and values with the new weights.
 """
 
 from __future__ import annotations
@@ -133,14 +129,13 @@ class VllmServer(HttpServer):
         return names
 
     async def _end_interrupted_sync(self) -> bool:
-        """Finish a weight sync that a killed run left open: the server is still paused, with some layers loaded.
+        """Finish a weight sync that a killed run left open. Wake the server if the run left it asleep.
 
-        A run with `rollout.colocated` may also have left the server asleep. A sleeping server is paused, and it must be
-        awake before its weights are touched. Return whether the server was paused or asleep. If it was, its weights
-        may have any values until the next weight sync.
+        Return whether the server was paused or asleep. If it was, its weights may have any values until the next weight
+        sync.
         """
         was_paused = bool((await self.call("GET", "/is_paused")).get("is_paused"))
-        if was_paused:
+        if was_paused:  # a sleeping server is paused; it must be awake before its weights are touched
             if (await self.call("GET", "/is_sleeping")).get("is_sleeping"):  # vLLM also says so if it is only paused
                 await self.wake("weights")
                 await self.wake("kv_cache")
@@ -194,10 +189,10 @@ class VllmServer(HttpServer):
             ) from None
 
     async def _check_vocabulary(self, name: str, vocabulary: int, *, has_weights: bool) -> None:
-        """Raise an error unless the server accepts the last token id of the vocabulary and rejects the next one.
+        """Raise an error unless the server's vocabulary has the size `vocabulary`.
 
-        `has_weights`: False if a killed run left arbitrary weights on the server. Then only the rejection is tested,
-        because the model must not compute with these weights.
+        `has_weights`: False if a killed run left arbitrary weights on the server. The model must not compute with
+        these weights, so only an id outside the vocabulary is tested.
         """
         for token, expected in ((vocabulary - 1, True), (vocabulary, False)) if has_weights else ((vocabulary, False),):
             try:
@@ -255,6 +250,7 @@ class VllmServer(HttpServer):
             answer = await connection.call("POST", route, _generate_body(body) if returns_kept else body)
             (choice,) = self._choices(answer, 1, model, route)
             cut = choice.get("finish_reason") == "abort"  # a pause aborted it; its tokens were sampled before
+            # No weight sync reuses an earlier version, and a restart of the server would close the connection.
             if not cut:
                 self.need_version(await self._version(connection), version)
         if cut and not choice.get("token_ids"):
@@ -328,6 +324,7 @@ class VllmServer(HttpServer):
     # Weights
 
     async def pause(self) -> None:
+        # With mode `keep`, later tokens would attend to keys and values of the old weights.
         await self.call("POST", "/pause?mode=abort")
 
     async def resume(self) -> None:

@@ -1,27 +1,12 @@
-"""A weight transfer engine for vLLM servers: receives the weights that padfree's trainer sends in a weight sync.
+"""A weight transfer engine for vLLM servers. It receives the weights that padfree's trainer sends in a weight sync.
 
-vLLM finds the engine by the entry point `vllm.general_plugins`. A server uses it if the server is started with
-`--weight-transfer-config '{"backend": "padfree"}'`. The trainer calls these routes of the server:
+vLLM finds the engine by the entry point `vllm.general_plugins`. A server uses the engine if it is started with
+`--weight-transfer-config '{"backend": "padfree"}'`.
 
-    /init_weight_transfer_engine   connects the workers to the trainer; weights come by broadcast or in files
-    /start_weight_update           begins vLLM's layerwise reload
-    /update_weights                receives one bucket (a group of tensors that are sent together)
-    /finish_weight_update          ends the reload
+A bucket (tensors that are sent together) holds whole tensors, or only the elements that have changed. A worker applies
+changes to a copy of the tensors in host memory. It gives whole tensors to the model's `load_weights`.
 
-A bucket holds whole tensors, or only the elements that have changed since the last weight sync. A worker applies the
-changes to a copy of the whole tensors in host memory. In both cases, the worker gives whole tensors to the model's
-`load_weights`, which keeps the shard of this worker.
-
-The reload processes a layer (e.g. packs its weights) when the weights of the layer have arrived. No weights arrive for
-a head that is tied to the embeddings. On the CPU, vLLM computes such a head from a packed copy of the embeddings.
-`/finish_weight_update` therefore processes tied heads once more, because they would otherwise keep the old copy.
-
-The plugin supports the versions of vLLM in `vllm.SUPPORTED`, which differ in two ways:
-
-    vLLM 0.24           the worker begins and ends the reload itself, and passes `load_weights` to `receive_weights`
-    vLLM 0.24 to 0.26   the API server has no routes for the policy version, so the plugin adds them
-
-The server imports this module. The server's environment has torch and safetensors, but not all dependencies of padfree.
+The server's environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -139,6 +124,7 @@ def _engine_class() -> type[Any]:
                 torch.cuda.synchronize(self.device)
 
         def receive_weights(self, update_info: Any, load_weights: Callable[[Any], Any] | None = None) -> None:
+            # vLLM 0.24 begins and ends the reload itself, and calls this method with `load_weights`.
             if self._receiver is None:
                 raise RuntimeError("padfree: a bucket arrived before /init_weight_transfer_engine")
             # vLLM's reload keeps views of a bucket's tensors until all weights of their layer have arrived.
@@ -149,7 +135,7 @@ def _engine_class() -> type[Any]:
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
             finalize_layerwise_reload(self.model, self.model_config)
-            process_tied(self.model)
+            process_tied(self.model)  # no weights arrive for a tied head, so the reload does not process it
             self._open = False
 
         def shutdown(self) -> None:

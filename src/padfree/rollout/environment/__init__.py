@@ -1,23 +1,16 @@
-"""Environments: multi-turn episodes with tools and branches, and unmodified agent programs.
+"""Environments: multi-turn episodes with tools and branches.
 
-trajectory         Branch, Tree, Trajectory: the token ids of an episode, and which of them were sampled
-episode_policy     Policy: the object through which an episode samples tokens
-calculator         a built-in environment: word problems with a calculator
-agent              runs a program as the environment (`rollout.agent`)
-  command          the program's command line: placeholders for data columns, and safety checks
-  gateway          serves the policy to agent programs as an OpenAI-compatible API
-  listener         an HTTP server on the loopback address, with limits
-  call_fields      the fields that an API call may have
-  calls            turns the API calls of a program into token sequences (branches of its episode)
-verifiers_episode  plays an environment of the verifiers package
-openenv_episode    plays an environment that an OpenEnv server provides
-  responder        samples responses for environments that use chat messages instead of token ids
-  tool_calls       reads tool calls in the text of a response
-group_rewards      rewards that need all episodes of a prompt
-runner             EpisodeRunner: plays many episodes concurrently
-  tokens           samples tokens for episodes: in rounds, or as requests arrive
-load_environment   loads the environment that the settings name
-rehearse           plays an environment without a model, with given texts as the responses
+An environment is a coroutine function `episode(prompt, policy)` that returns `policy.trajectory(...)`.
+
+    episode_policy       `Policy`: samples tokens and adds text
+    trajectory           the token sequences of an episode
+    runner               plays many episodes concurrently
+    rehearse             plays an environment without a model
+    calculator           a built-in environment
+    agent                runs a program as the environment
+    gateway              serves the policy to programs as an OpenAI-compatible API
+    verifiers_episode    plays an environment of the verifiers package
+    openenv_episode      plays an environment of an OpenEnv server
 """
 
 from padfree.rollout.environment.agent import Finished, run_agent

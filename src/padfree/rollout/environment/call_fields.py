@@ -1,13 +1,13 @@
-"""The fields that an API call of an agent program may have. There are five kinds of fields:
+"""The fields that an API call of an agent program may have, and how they are handled.
 
-    FOLLOWED     messages, prompt, max_tokens, n, ...       these fields take effect
-    OVERRIDDEN   temperature, seed, ...                     ignored: the run's settings apply, and the call is counted
-    TRUNCATION   top_p, top_k, min_p, min_tokens            accepted with the value of the run, else rejected
-    NEUTRAL      stop, logit_bias, guided_json, ...         accepted with a value that has no effect, else rejected
-    METADATA     user, metadata, ...                        ignored: they never affect an answer
+    FOLLOWED     messages, max_tokens, ...      the field takes effect
+    OVERRIDDEN   temperature, seed, ...         the run's setting applies instead, and the call is counted
+    truncation   top_p, top_k, ...              only the value of the run is accepted
+    NEUTRAL      stop, logit_bias, ...          only a value that has no effect is accepted
+    METADATA     user, metadata, ...            the field is ignored
 
-A call with any other field is rejected, and the error message names the field. `null` is the same as a missing field.
-docs/guides/environments.md lists the fields.
+A call with any other field is rejected. `null` is the same as a missing field. docs/guides/environments.md lists all
+fields.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def _no_constant(name: str) -> Any:
 
 
 def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
-    """Return the values that an API call may give for each field of `TRUNCATION`, such as `top_p`.
+    """Return the values that an API call may give for each truncation field, such as `top_p`.
 
     Each of these values means the same truncation as the run's setting. For example, `top_k` may be 0 or -1 if the run
     has no top-k.
@@ -204,8 +204,7 @@ def truncation_values(truncation: Truncation) -> dict[str, Sequence[Any]]:
 def check_fields(body: Mapping[str, Any], route: str, temperature: float, truncation: Truncation = WHOLE) -> bool:
     """Raise a `CallError` for unsupported fields of an API call. Return whether a sampling field is overridden.
 
-    The field `temperature`, for example, is overridden if it differs from the run's temperature. `body`: the fields of
-    the call. `route`: e.g. chat/completions. `temperature`, `truncation`: the values of the run.
+    `body`: the fields of the call. `route`: e.g. chat/completions. `temperature`, `truncation`: the values of the run.
     """
     elsewhere = OF_COMPLETIONS if route == CHAT else OF_CHAT
     of_run = truncation_values(truncation)

@@ -1,20 +1,8 @@
 """Turn the API calls of an agent program into token sequences, the branches of its episode (`Branch`).
 
 The chat template renders the messages of a call as text. If this text begins with the text of an earlier call and its
-response, the token ids of the earlier call are kept, and only the text after them is encoded. Otherwise, the whole text
-is encoded, and the call begins a new branch. For example, some templates drop the thoughts from earlier responses: then
-the text of the second call does not contain the first response as it was sampled. In both cases, a sample has exactly
-the tokens that the model saw.
-
-A program may receive a response as a parsed message, e.g. with tool calls. The template may render this message
-differently from the sampled text. The sampled ids are still kept if the program sends the message back unchanged, and
-if the template renders it in the same way with and without later messages.
-
-The metric `agent/cuts` counts calls that continue the messages of an earlier call, but cannot keep that call's token
-ids. The metric `agent/conversations` counts calls, apart from the first, that do not continue an earlier call.
-
-The random key of a call depends on the token ids of its context and on the number of earlier calls with the same
-context, but not on time.
+response, the token ids of the earlier call are kept, and only the text after them is encoded. Otherwise, the call
+begins a new branch. A sample therefore has exactly the tokens that the model saw.
 """
 
 from __future__ import annotations
@@ -76,9 +64,9 @@ class Calls:
             joined = self._joined(expected, conversation, context.text)
             if joined is not None:
                 return joined
-            self._tree.count("cuts")
+            self._tree.count("cuts")  # the call continues an earlier call, whose token ids cannot be kept
         elif context.parent is None and self._finished:
-            self._tree.count("conversations")
+            self._tree.count("conversations")  # the call continues no earlier call
         return context
 
     def of_prompt(self, prompt: str | Sequence[int]) -> Context:
@@ -111,6 +99,7 @@ class Calls:
         digest = hashlib.sha256(np.array(context.ids, np.int64).tobytes()).digest()
         hashed = int.from_bytes(digest[:8], "little", signed=True)
         self._times[hashed] += 1
+        # The random key depends on the context and on the number of calls with this context, but not on time.
         path = (hashed, self._times[hashed])
         request = SamplingRequest(
             tokens=branch.tokens, max_new_tokens=max_new_tokens, key=turn_key(self._host.key, path)
@@ -162,8 +151,8 @@ class Calls:
     def _joined(self, earlier: _FinishedCall, conversation: Conversation, text: str) -> Context | None:
         """Return the input of a call that sends the response of `earlier` back as a parsed message (e.g. a tool call).
 
-        The sampled ids of the response are kept even if the template renders the message as other text. Only the text
-        after the message is encoded. Return None if this is not possible. `text`: the new call's rendered conversation.
+        The sampled ids of the response are kept, and only the text after the message is encoded. Return None if this is
+        not possible. `text`: the rendered messages of the new call.
         """
         assert self._chat_tokenizer.chat is not None
         number = len(earlier.messages)

@@ -1,20 +1,13 @@
-"""The command line of `rollout.agent`: the columns of a data row replace its placeholders, but must not run as code.
+"""The command line of `rollout.agent`: columns of the data row replace its placeholders, but must not run as code.
 
-    ["python", "agent.py", "{question}"]      {question} is replaced by the column `question`, as one argument
-    ["python", "agent.py", "{{question}}"]    the argument is the text {question}, because the braces are doubled
+    ["python", "agent.py", "{question}"]                  {question} is replaced by the column `question`
+    ["python", "agent.py", "{{question}}"]                the argument is the text {question}
+    ["sh", "-c", "agent {question}"]                      rejected: the shell runs the column
+    ["ssh", "host", "agent", "{question}"]                rejected: ssh passes its arguments to a shell
+    ["sh", "-c", "agent \\"$1\\"", "sh", "{question}"]      accepted: the column is an argument of the code
 
-A command is rejected if a placeholder occurs in a position where the text of the column could run as code:
-
-    the program                                 ["{tool}", "x"]
-    code in an argument                         ["sh", "-c", "agent {question}"], ["python", "-c", "ask('{question}')"]
-    an interpreter's script                     ["python", "{file}"], ["awk", "{question}", "rows.txt"]
-    an interpreter's options before the script  ["python", "{option}", "agent.py"], ["node", "-r", "{module}"]
-    what may be an option with code             ["sed", "s/a/b/", "{file}"], ["perl", "-e", "1", "{question}"]
-    arguments of a program that calls a shell   ["ssh", "host", "agent", "{question}"]
-
-A command is also rejected if an interpreter gets neither code nor a script: it would run its standard input, which is
-the data row. Arguments after a script are safe. So are arguments after the code of a shell or of Python, as in `["sh",
-"-c", "agent \\"$1\\"", "sh", "{question}"]`, and after `--` if another interpreter has code.
+A command is also rejected if an interpreter gets neither code nor a script. It would run its standard input, which is
+the data row.
 """
 
 from __future__ import annotations
@@ -169,8 +162,7 @@ def _danger(arguments: Sequence[str]) -> str | None:
 def _interpreted(name: str, arguments: Sequence[str]) -> str | None:
     """Return how the interpreter `name` could run text of the data row as code, or None if its `arguments` are safe.
 
-    Columns are safe after the script, because they are then arguments of the script. In `node -r dotenv/config {file}`,
-    `dotenv/config` may be the value of the option, so it does not count as the script.
+    Columns after the script are safe, because they are arguments of the script.
     """
     column = _first_with_column(arguments)
     if name in OPTIONS_ANYWHERE and column is not None:
@@ -181,7 +173,7 @@ def _interpreted(name: str, arguments: Sequence[str]) -> str | None:
         if column_names([argument]):
             return f"{name} may take {argument!r} as code, as an option or as its script"
         if argument == "--" and has_code:
-            return None
+            return None  # later arguments are arguments of the code
         if argument == "-m" and following is not None and name in CODE_IS_LAST:
             return f"{name} runs the module {following!r}" if column_names([following]) else None
         if name in CODE_OPTIONS and CODE_OPTIONS[name].fullmatch(argument) and following is not None:
@@ -189,13 +181,13 @@ def _interpreted(name: str, arguments: Sequence[str]) -> str | None:
             if code is not None:
                 return f"{name} runs {code!r}"
             if name in CODE_IS_LAST:
-                return None
+                return None  # later arguments are arguments of the code
             has_code, may_be_value, index = True, False, index + 2
             continue
         if argument.startswith(("-", "+")):
             flag = name in FLAGS and FLAGS[name].fullmatch(argument)
             may_be_value = not flag and "=" not in argument and argument != "--"
-        elif may_be_value:
+        elif may_be_value:  # in `node -r dotenv/config {file}`, dotenv/config is not the script
             may_be_value = False
         else:
             return None  # the script, or the first argument of the code

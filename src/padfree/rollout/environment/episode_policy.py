@@ -6,11 +6,8 @@
         await policy.generate()
         return policy.trajectory(reward=1.0)
 
-An environment of a vision-language model can show images: `policy.reply` then gets a list of parts (text and images).
-
 If an episode branches, its turns form a tree. The random key of a turn depends on the seed, the batch, the response and
-the position of the turn in this tree (`sampling_rng.turn_key`), but not on when the turn is sampled. The first turn of
-an episode has the same key as a response that is sampled without an environment.
+the position of the turn in this tree. It does not depend on when the turn is sampled.
 """
 
 from __future__ import annotations
@@ -114,8 +111,7 @@ class ChatTokenizer:
         """Return the token ids and the images of a message that the environment adds after a response.
 
         The ids end with the header of the next response. The positions of the images are indices in these ids.
-        `content`: the parts of the message (texts and images). `role`: the role of the message. `end`: the text with
-        which the response ended.
+        `content`: texts and images. `end`: the text of the response's stop token.
         """
         if self.images is None or self._reader is None or self.chat is None:
             raise UserError(
@@ -315,9 +311,8 @@ class Policy:
     def reply(self, content: str | Sequence[Mapping[str, Any]], role: str = "user") -> bool:
         """Append a message as the chat template renders it between two responses. Return False if it does not fit.
 
-        Without a chat template, the text of the message is appended, as by `add`. With images, `content` is a list of
-        parts, such as `[{"type": "image", "image": picture}, {"type": "text", "text": "What changed?"}]`. An image is a
-        Pillow image, the bytes of a file, or a path.
+        To show images, pass a list of parts such as `{"type": "image", "image": picture}`. `picture`: a Pillow image,
+        the bytes of a file, or a path.
         """
         branch, tokenizer = self._branch, self._host.chat_tokenizer
         end = tokenizer.decode(branch.ids[-1:]) if branch.ended else ""
@@ -357,12 +352,11 @@ class Policy:
         metrics: Mapping[str, float] | None = None,
         group_reward: GroupReward | None = None,
     ) -> Trajectory:
-        """Return the trajectory, which is the result of the episode. It holds all branches that become samples.
+        """Return the trajectory, which is the result of the episode.
 
-        The reward of a sample is the reward that was set on its branch or, if there is none, `reward`. If `reward` is
-        None, `rollout.reward` computes the reward from `answer` or, without `answer`, from the text of the sample.
-        `metrics`: averaged over the episodes of a batch, and reported as `environment/...`. `group_reward`: given
-        instead of `reward` if the reward needs all episodes of the prompt.
+        `reward`: for samples without a reward of their own. If it is None, `rollout.reward` scores `answer`, or else
+        the text of the sample. `metrics`: averaged over the batch, and reported as `environment/...`. `group_reward`:
+        given instead of `reward` if the reward needs all episodes of the prompt.
         """
         return Trajectory(
             tree=self.tree, reward=reward, answer=answer, metrics=dict(metrics or {}), group_reward=group_reward

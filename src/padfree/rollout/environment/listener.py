@@ -1,16 +1,10 @@
 """A small HTTP/1.1 server on the loopback address, with limits on the resources that clients can use.
 
 Any process on this machine can connect. A connection is unauthenticated until it sends a head (request line and
-headers) whose path contains a valid secret key. Until then, only its head is kept in memory. If the key is not valid,
-the request gets an error answer, and the connection is closed. There are at most `ListenerLimits.unauthenticated`
-unauthenticated connections: one more closes the oldest of them. A program that sends its head without delay is
-therefore always served.
+headers) whose path contains a valid secret key. The number of unauthenticated connections is limited: one more closes
+the oldest. A client that sends its head without delay is therefore served.
 
-`ListenerLimits` has the limits on the size of a head and a body, on the time in which a client must send them, and on
-the time in which it must receive the answer. It also limits the bytes of all bodies together; further requests wait.
-
-The application passes a function of type `Admit`. Before the body of a request is read, this function decides by method
-and path whether and how the request is answered.
+A function of the application (`Admit`) decides by method and path how a request is answered, before its body is read.
 """
 
 from __future__ import annotations

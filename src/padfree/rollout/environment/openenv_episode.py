@@ -1,14 +1,12 @@
 """Play episodes of an environment that an OpenEnv server provides, with the client of the openenv package.
 
-    openenv:http://127.0.0.1:8000?action=message&observation=text
+    rollout.environment = "openenv:http://127.0.0.1:8000?action=message&observation=text"
 
-    prompt of the data row + first observation   user
-    text of the policy                           assistant   -> one field of the action, or the action as JSON
-    observation                                  user        <- one field of the observation, or the observation as JSON
-    ...                                                         until `done`, the last turn, or no tokens are left
+With this setting, each response of the policy is sent as the field `message` of an action. The field `text` of the
+server's observation becomes the next user message. The first observation is appended to the prompt.
 
-Every episode has its own session at the server. The reward of an episode is the sum of the rewards of its steps or,
-with `reward=last` in the address, the last of these rewards.
+Every episode has its own session at the server. Its reward is the sum of the rewards of its steps. With `&reward=last`,
+it is the last of these rewards.
 """
 
 from __future__ import annotations
@@ -47,10 +45,10 @@ Reward = Literal["sum", "last"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenEnvServer:
-    """The address of an OpenEnv server, and which fields hold the text of an action and of an observation.
+    """The address of an OpenEnv server, and the fields that hold the text of an action and of an observation.
 
-    `action`, `observation`: the name of the field, or `json` if the text is the whole object as JSON. None: `_field`
-    chooses by the schema of the server.
+    `action`, `observation`: the name of a field, or `json` for the whole object as JSON. None: `_field` chooses by the
+    server's schema.
     """
 
     url: str
@@ -126,10 +124,10 @@ def openenv_episode(name: str) -> Episode:
 
 
 async def _step(client: Any, said: str, field: str, before: Any) -> tuple[Any, str | None]:
-    """Send the text of a turn to the server as an action. Return the pair (result, reason).
+    """Send the text of a turn to the server as an action. Return the server's result, and None.
 
-    If the server accepts the action, the pair is the server's result and None. If the action is not valid, the pair is
-    `before` (the last valid result) and the reason, which the policy reads as its next observation.
+    If the action is not valid, return `before` (the last valid result) and the reason. The policy reads the reason as
+    its next observation.
     """
     if field != JSON:
         action: Any = {field: said}
@@ -199,11 +197,10 @@ def _fields(server: OpenEnvServer, schema: Mapping[str, Any], name: str) -> tupl
 
 
 def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -> str:
-    """Return the name of the field that holds the text of an action or observation (`part`).
+    """Return the name of the field with the text of an action or observation (`part`), or `json` for the whole object.
 
-    Return `json` if the text is the whole object as JSON. `given`: the field that the user has chosen, or None. If it
-    is None, the result is the text field of `schema` if there is exactly one, otherwise `json`. It is also `json` for
-    actions with required fields that are not text. `name`: the environment, for error messages.
+    `given`: the field that the user has chosen. If it is None, choose the only text field of `schema`, or else `json`.
+    `name`: the environment, for error messages.
     """
     properties = {key: value for key, value in schema.get("properties", {}).items() if key not in _GENERAL}
     if given is not None and given != JSON and given not in properties:
@@ -217,6 +214,7 @@ def _field(schema: Mapping[str, Any], given: str | None, part: str, name: str) -
     if given is not None:
         return given
     texts = [key for key, value in properties.items() if value.get("type") == "string"]
+    # An action needs all its required fields, so one text is not enough.
     others = set(schema.get("required", ())) - _GENERAL - set(texts)
     return texts[0] if len(texts) == 1 and not (part == "action" and others) else JSON
 

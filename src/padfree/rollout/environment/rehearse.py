@@ -35,11 +35,10 @@ def rehearse(
     reward: str | None = None,
     images: ImageSettings | None = None,
 ) -> tuple[Leaf, ...]:
-    """Play an episode in which the policy writes these turns in order, each ended by eos; return its leaves.
+    """Play an episode in which the policy writes `turns` in order. Return the sequences that become samples (leaves).
 
-    A leaf is a sequence that would become a sample. `prompt` is not rendered by a template. With `chat`, the chat
-    template renders the replies of the environment. `row`: the data row. `reward`: the value of `rollout.reward`.
-    `images`: how the vision-language model reads images in the replies (None: a model without images).
+    An eos token ends each turn. `chat`: whether the chat template renders the environment's replies. `reward`: the
+    value of `rollout.reward`. `images`: how a vision-language model reads images in the replies.
     """
     renderer = ChatRenderer(tokenizer) if chat else None
     chat_tokenizer = ChatTokenizer(tokenizer, renderer, tokenizer_size(tokenizer), images)

@@ -1,14 +1,11 @@
 """Play many episodes concurrently on one event loop, each with a timeout, rewards and error handling.
 
-    episodes       0 1 2 3 4 5 …    at most `max_concurrent` at a time; when one returns its trajectory, the next starts
-    one episode    tree of turns -> leaves (sequences that become samples) -> rewards -> Played
+An episode fails if it or its reward raises an exception, including `SystemExit`, or exceeds the timeout. The clock of
+an episode stops while it waits for tokens. A failure ends the run or, with `rollout.on_failure=skip`, is recorded in
+the result.
 
-If an episode fails, the run ends or, with `rollout.on_failure=skip`, the result is a `Played` with a failure. An
-episode fails if it or its reward raises an exception, including `SystemExit`, or exceeds the timeout. The clock of an
-episode stops while it waits for tokens. An episode that ignores its cancellation is abandoned.
-
-`play` waits for the episodes that it gets. `begin` appends episodes to a queue and does not wait: they start in the
-order of the queue, and run during training.
+`EpisodeRunner.play` waits for its episodes. `EpisodeRunner.begin` appends episodes to a queue and does not wait: they
+run during training.
 """
 
 from __future__ import annotations
@@ -156,11 +153,10 @@ class EpisodeRunner:
         *,
         compared: Mapping[RolloutGroup, PlayGroup] | None = None,
     ) -> list[Played]:
-        """Play episodes and return the results in order. `source` samples their tokens.
+        """Play at most `free_slots` episodes at a time, and return the results in order. `source` samples their tokens.
 
-        `free_slots` limits the number of concurrent episodes. `on_played` receives each result. `on_started` is called
-        when all episodes have started, or one has failed. `compared`: the `PlayGroup` of each rollout group, for
-        rewards that compare the episodes of a prompt. If it is None, such a reward raises an error.
+        `on_started`: called when all episodes have started, or one has failed. `compared`: the `PlayGroup` of each
+        rollout group. None: a reward that compares episodes raises an error.
         """
         tasks: list[asyncio.Task[Played]] = []
         try:
@@ -210,9 +206,8 @@ class _Session:
     ) -> None:
         """Create the session of one episode.
 
-        `play`: the episode to play. `free`: a function to call when the episode samples no more tokens, so that another
-        episode can start. `compared`: the episodes of the same prompt on this rank, for rewards that compare these
-        episodes. If it is None, such a reward raises an error.
+        `free`: called when the episode samples no more tokens. `compared`: the episodes of the same prompt on this
+        rank. None: a reward that compares episodes raises an error.
         """
         self._runner, self._play, self._source, self._free, self._compared = runner, play, source, free, compared
         self.chat_tokenizer, self.key = runner.chat_tokenizer, play.key

@@ -1,8 +1,7 @@
 """The result of an episode: token sequences (branches) that share prefixes, and therefore form a tree.
 
 In this example, the model responds to the prompt p p p with a a E, where E is the stop token. The environment then
-continues once with the text t t and once with the text u, and the model responds to both. The episode gives two
-samples, in which only the tokens of the model are trained on:
+continues once with the text t t and once with the text u, and the model responds to both:
 
     sample 1     p p p | a a E | t t | b b E
     loss mask    0 0 0   1 1 1   0 0   1 1 1
@@ -10,8 +9,7 @@ samples, in which only the tokens of the model are trained on:
     sample 2     p p p | a a E | u | c E
     loss mask    0 0 0   1 1 1   0   1 1
 
-Token ids are only appended: the text of earlier tokens is never tokenised again. With `batch.share_prefixes`, training
-can compute a shared prefix only once. The gradient of the prefix is then summed over its samples.
+Token ids are only appended: the text of earlier tokens is never tokenised again.
 """
 
 from __future__ import annotations
@@ -126,8 +124,8 @@ class Branch:
 class Tree:
     """All token sequences (branches) of one episode.
 
-    A root is a branch that was not split from another branch. The first root starts with the prompt. If an agent
-    program calls the API with text that does not continue an earlier call, the call starts another root.
+    A root is a branch that was not split from another branch. The first root starts with the prompt. A call of an agent
+    program that does not continue an earlier call starts another root.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -190,9 +188,8 @@ def leaf_of(
 ) -> Leaf:
     """Convert a branch (a token sequence of an episode) to a `Leaf`, which becomes a sample.
 
-    `text`: the decoded tokens after the prompt. `reward`: None if a reward model computes it later. `answer`: the text
-    that the reward function gets instead of `text`. `images`: the images of the branch, or None if they are those of
-    the prompt.
+    `text`: the decoded tokens after the prompt. `reward`: None if a reward model computes it later. `images`: None
+    for the images of the prompt.
     """
     return Leaf(
         images=images,

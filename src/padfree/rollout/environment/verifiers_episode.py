@@ -1,12 +1,10 @@
 """Play an environment of the verifiers package as an episode, with the environment's own loop and reward functions.
 
-The environment's `rollout` receives a row of the data, asks a `PolicyResponder` for the responses, and returns a state.
-From the state, the environment's rubric (its set of reward functions) computes the reward and the metrics.
+The environment's `rollout` receives a row of the data, and asks a `PolicyResponder` for the responses. Then the
+environment's rubric (its set of reward functions) computes the reward.
 
-The rubric is applied when the episode ends. If one of its functions compares several rollouts, the rubric is applied
-when all episodes of the prompt have ended.
-
-The reward is the weighted sum of the functions' results. Each result is also a metric, even if its weight is 0.
+A rubric that compares several rollouts is applied when all episodes of the prompt have ended. The reward is the
+weighted sum of the functions' results. Each result is also a metric.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""`check_sampler`: test whether sampler and trainer compute the same bits, and find the first operator that differs.
+"""Check that the sampler and the trainer compute the same log-probabilities, bit by bit.
 
-    prompts -> sampler: prefill, decode steps   tokens, log-probabilities [n]     the kernels of `rollout.exact`
-            -> trainer: one pack of all samples log-probabilities [n]             equal bits?
+`check_sampler` samples responses, and scores them with the trainer. If a bit differs, it runs the tokens through
+sampler and trainer again, without the compiler, and records the results of all operators. Operators run in the same
+order in sampler and trainer, so the first one whose results differ is the cause. In this example, v_proj is the cause:
 
-If any bit differs, the same tokens run through both paths again, without the compiler. Every operator's inputs and
-outputs are recorded. Operators run in the same order in both paths, so the first operator whose results differ is the
-cause. In this example, the report names layer 0, self_attn.v_proj:
-
-    layer 0   input_layernorm   q_proj   k_proj   v_proj   (attention)   o_proj   ...
-    equal     yes               yes      yes      no
+    operator         input_layernorm   q_proj   k_proj   v_proj
+    equal results    yes               yes      yes      no
 """
 
 from __future__ import annotations
@@ -128,8 +125,8 @@ def check_sampler(
 ) -> SamplerReport:
     """Sample a response to each prompt, and compare the sampler's log-probabilities with the trainer's.
 
-    `model`: a loaded model on its device. This function prepares the model for packed training (`attach`) and, if
-    `compiled`, compiles it as training does. The sampler gets a copy of the model's modules with the same weights.
+    `model`: a loaded model on its device. This function attaches it and, if `compiled`, compiles it. Raise a
+    `UserError` if the sampler does not support the model.
     """
     device, dtype = model.device, model.dtype
     obstacle = state_obstacle(attach(model, backend)) or unsupported_reason(model)
@@ -194,10 +191,9 @@ def sampling_model(trained: PreTrainedModel, dtype: torch.dtype, device: torch.d
 def _step_rows(
     model: PreTrainedModel, num_slots: int, device: torch.device, dtype: torch.dtype
 ) -> tuple[Sequence[int], str | None]:
-    """Return the sizes to which the batch of a decode step (one entry per response) is padded, and a problem or None.
+    """Return batch sizes for decode steps with which matmuls give the same bits as in training, and None.
 
-    With these sizes, matmuls give the same bits as in training. If no size does so for all matmuls, the problem is a
-    text that says why.
+    If no size does so for all matmuls, return one size and the reason.
     """
     choice = trial(layers_of(model), num_slots, device, dtype)
     if choice.problem is None:
@@ -244,8 +240,8 @@ def first_difference(
 ) -> str | None:
     """Return the first operator whose results differ between the sampler and the trainer, or None if all are equal.
 
-    `sampled`: the sampled tokens, up to the first one whose log-probability differs between sampler and trainer.
-    `rows`: the batch size of a decode step. The first entry of the batch is the response; the others are unused.
+    `sampled`: the response, up to the first token whose log-probability differs. `rows`: the batch size of a decode
+    step. Only its first row is used.
     """
     tokens = np.concatenate([prompt, sampled])
     expected = _trainer_trace(trained, Sample(tokens=tokens))
@@ -265,12 +261,12 @@ def _trainer_trace(model: PreTrainedModel, sample: Sample) -> Trace:
 
 
 def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored: int, rows: int) -> Trace:
-    """Run the sampler on given tokens, and record the inputs and outputs of its modules.
+    """Run the sampler on given tokens, and record the inputs and outputs of its operators.
 
-    The sampler prefills the first `stored` tokens and runs a decode step for each further token except the last. The
-    batch of a decode step has `rows` entries, of which only the first is used. The KV cache holds the pages of the
-    prompt, then the pages of the response, then an unused page.
+    The first `stored` tokens are prefilled. All other tokens except the last are decoded. `rows`: the batch size of a
+    decode step. Only its first row is used.
     """
+    # The KV cache holds the pages of the prompt, the pages of the response, and an unused page.
     own = -(-stored // PAGE_SIZE) * PAGE_SIZE
     length = len(tokens) - 1
     capacity = own + -(-(length - stored + stored % PAGE_SIZE) // PAGE_SIZE + 1) * PAGE_SIZE + PAGE_SIZE
@@ -302,12 +298,10 @@ def _sampler_trace(model: CachedModel, tokens: NDArray[np.integer[Any]], stored:
 
 @contextmanager
 def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[Trace]:
-    """Record the inputs and outputs of all modules without children, and of stacked experts, for the tokens in `kept`.
+    """Record the inputs and outputs of operators, for the tokens in `kept`.
 
-    Modules inside of experts are left out, because they see the tokens in the order of experts.
-
-    `num_tokens`: number of tokens of the forward pass. Inputs are recorded because an operator that is not a module,
-    such as attention, can run between two modules.
+    An operator is a module without children, or a module of stacked experts. `num_tokens`: number of tokens of the
+    forward pass.
     """
     trace: dict[str, list[Tensor]] = defaultdict(list)
     handles: list[Any] = []
@@ -326,6 +320,7 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
 
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     stacked = stacked_experts(model)
+    # Modules inside of experts are left out, because they see the tokens in the order of experts.
     inside = {part for experts in stacked for part in experts.modules()} - {*stacked}
     for path, module in model.named_modules():
         is_whole = module in stacked or not any(True for _ in module.children())
@@ -334,7 +329,7 @@ def _recorded(model: PreTrainedModel, num_tokens: int, kept: slice) -> Iterator[
         name = operator_name(model, path)
 
         def before(_: nn.Module, args: tuple[Any, ...], name: str = name) -> None:
-            if args:
+            if args:  # the input shows an operator that is not a module, such as attention
                 keep(f"an operator between {last[0]} and {name}", args[0])
 
         def after(_: nn.Module, args: tuple[Any, ...], result: Any, name: str = name) -> None:

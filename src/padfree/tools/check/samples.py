@@ -50,12 +50,10 @@ def chosen_samples(
 ) -> list[Sample]:
     """Return `count` samples of SFT data, or of rollouts (rows with a `reward`), truncated to `max_length` tokens.
 
-    - `pairs`: the data has `chosen` and `rejected`, and the samples are whole pairs.
-    - `labels`: the data is for `padfree kto`.
-    - `data`: files, or a `[data]` section.
     - `tokenizer`: a folder or a Hub id. Rollouts with token ids need none.
-    - `images`: the vision-language model that reads the images of rows. At least half of the samples then have images,
-      if there are enough such rows.
+    - `pairs`: return pairs of `chosen` and `rejected`.
+    - `labels`: the data is for `padfree kto`.
+    - `images`: how to read images. If possible, at least half of the samples have images.
     """
     data = data if isinstance(data, DataConfig) else DataConfig(path=tuple(data))
     if data.sources:
@@ -104,10 +102,9 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def spread(lengths: Any, count: int, preferred: Any = None) -> list[int]:
-    """Sort N samples by length, and choose `count` at evenly spaced places, including the shortest and the longest.
+    """Choose `count` of N samples, evenly spaced in the order of their lengths, and return their indices, ascending.
 
-    Return the indices of the chosen samples, ascending. With `preferred` (bools [N]), at least half of the chosen
-    samples are preferred ones. If too few are preferred, all of them are chosen.
+    `preferred` (bools [N]): choose at least half of the samples among the preferred ones, if there are enough.
     """
     if preferred is not None and preferred.any() and not preferred.all():
         kinds = [np.flatnonzero(preferred), np.flatnonzero(~preferred)]

@@ -3,20 +3,14 @@
     report = examine_server(open_patient("my-model", find_model("my-model")), "http://127.0.0.1:8000")
     print(report.verdict)
 
-The modules, in the order in which an examination uses them:
-
-evidence              token ids, and the log-probabilities of the server to explain
-openai_api            a client that finds out which log-probabilities a server reports
-probes                the requests that are sent to the server
-rescoring             scores the same ids with the model, or with a changed copy of the model
-hypothesis            one possible cause, and the log-probabilities that it predicts
-model_hypotheses      config values that a server ignores, dtypes, quantisation, experts
-weight_hypotheses     stale tensors, adapters
-sampling_hypotheses   temperature, truncation, penalties
-prompt_hypotheses     special tokens, chat templates, tokenizers
-diagnosis             measures the noise of rounding, and decides which hypothesis explains the evidence
-doctor_report         the result
-examine               the whole examination of a server or a rollout file
+examine                the whole examination, and its order
+probes, openai_api     requests to the server
+evidence               the log-probabilities that the server reports
+hypothesis             a possible cause, and the log-probabilities that it predicts
+*_hypotheses           the causes: model, weights, sampling, prompts
+rescoring              log-probabilities of the model, or of a changed copy
+diagnosis              decides which cause explains the evidence
+doctor_report          the result
 """
 
 from padfree.tools.doctor.doctor_report import DoctorReport

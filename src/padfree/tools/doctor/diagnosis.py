@@ -1,20 +1,15 @@
-"""Decide which fault of a server explains the log-probabilities that it reports (observed).
+"""Decide which fault of a server explains the log-probabilities that it reports.
 
-A hypothesis (e.g. "temperature") makes proposals (e.g. "the server uses temperature 0.7"). Three mean differences of
-log-probabilities decide:
+A proposal is a possible fault, e.g. "the server uses temperature 0.7". Three mean differences of log-probabilities
+decide:
 
-    before    between the observed ones and those that the model computes
-    after     between the observed ones and those that a server with the proposed fault would report
-    limit     the largest mean difference that rounding explains (`limit_of`)
+    before    between the server and the model
+    after     between the server and what a server with the proposed fault would report
+    limit     the largest difference that rounding explains
 
-The server is healthy if `before` is within the limit. Otherwise, a proposal explains the log-probabilities if `after`
-is within the limit and at most half of `before` (for a proposed dtype, at most `DTYPE_GAIN` times `before`).
-
-The proposal with the smallest `after` is the best one. A proposal whose `after` is larger only by chance or rounding is
-tied with the best one. Of tied proposals, the one with the fewest fitted values (e.g. a temperature) is reported first.
-
-If no proposal explains the log-probabilities of a server that should compute in float32, the proposals are judged once
-more with the larger limit of bfloat16, because the server may also have the wrong dtype.
+The server is healthy if `before` is within the limit. A proposal explains the log-probabilities if `after` is within
+the limit and at most half of `before`. The proposal with the smallest `after` is reported. Of nearly equal proposals,
+the one with the fewest fitted values (e.g. a temperature) is reported first.
 """
 
 from __future__ import annotations
@@ -121,9 +116,8 @@ class Finding:
 def measure_noise(model: PreTrainedModel, evidence: Evidence) -> Noise:
     """Measure the rounding error of log-probabilities in float32, bfloat16 and float16.
 
-    In each dtype, padfree's packed model and plain transformers code compute the log-probabilities. Both results are
-    compared with plain transformers code in float64 or, if there is not enough memory, with the packed model in
-    float32.
+    Compare padfree's packed model and plain transformers code with plain transformers code in float64. If float64 is
+    impossible, compare with the packed model in float32.
     """
     packed = rescored(model, evidence)
     plain = logprobs_of(plain_logits(variant(model, attached=False), evidence), evidence)
@@ -165,7 +159,7 @@ def diagnose(
     finding = replace(finding, untested=tuple(untested))
     fitting = [each for each in measured if _explains(each, finding.before, case, noise)]
     coarse = False
-    if not fitting and dtype == torch.float32:
+    if not fitting and dtype == torch.float32:  # the server may also compute in bfloat16
         limit = FACTOR * noise.bfloat16 + case.evidence.resolution
         fitting = [
             each

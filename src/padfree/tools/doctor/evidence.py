@@ -54,9 +54,8 @@ class Evidence:
     ) -> Evidence:
         """Make an `Evidence` of sequences and the log-probabilities of some of their tokens.
 
-        `rows`: for each sequence, a tuple of its token ids, the start of its response, the positions of its scored
-        tokens and their log-probabilities. If the logits [E, V] of all E scored tokens would take more than
-        `MOST_BYTES`, evenly spaced scored tokens are kept, as many as fit.
+        `rows`: for each sequence, its token ids, the start of its response, the positions of its scored tokens, and
+        their log-probabilities. If the logits would take more than `MOST_BYTES`, some evenly spaced tokens are kept.
         """
         sequence = np.concatenate([np.full(len(row[2]), number) for number, row in enumerate(rows)])
         positions = np.concatenate([np.asarray(row[2], np.int64) for row in rows])

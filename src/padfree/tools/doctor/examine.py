@@ -1,16 +1,15 @@
-"""`examine_server` and `examine_rollouts`: find out how a server or rollout file differs from a model.
+"""Find out how a server or a rollout file differs from a model.
 
-A server is asked for four kinds of evidence, which are examined in this order:
+A server is examined in this order:
 
-    evidence     what the server returns                              where it can show a fault
-    prompts      log-probabilities of prompts given as token ids      weights, arithmetic
-    responses    log-probabilities of the tokens that it samples      temperature, truncation, penalties
-    plain text   the token ids of a text                              tokenizer, special tokens
-    messages     the token ids of a conversation                      chat template
+    request       what the server returns               faults that it shows
+    prompts       log-probabilities of the prompts      weights, arithmetic
+    responses     log-probabilities of the responses    temperature, truncation, penalties
+    plain text    token ids of a text                   tokenizer, special tokens
+    messages      token ids of a conversation           chat template
 
-Once a fault is found, later kinds of evidence are examined on the assumption that the server has this fault. For
-example, if prompts show a stale layer, responses are scored by a model with the same stale layer. A rollout file has
-responses only, so these are examined for all kinds of faults.
+If a fault is found, the model gets the same fault for the later requests. A rollout file has responses only, which are
+examined for all faults.
 """
 
 from __future__ import annotations
@@ -276,8 +275,8 @@ def examine_server(
 class _TextReader:
     """Compares the token ids that the server makes of texts and messages with those of the model's own tokenizer.
 
-    If the server does not return the ids, they are inferred from its log-probabilities. For this, `model` must give the
-    same log-probabilities as the server. `model` is None if no such model is known.
+    If the server returns no ids, they are inferred from its log-probabilities. This needs a `model` with the same
+    log-probabilities as the server; None: no such model is known.
     """
 
     def __init__(

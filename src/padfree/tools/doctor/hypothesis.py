@@ -1,14 +1,12 @@
-"""A hypothesis: one possible cause of different log-probabilities, and how to compute what this cause predicts.
+"""Hypotheses: possible causes of different log-probabilities.
 
-    class         what an instance holds
-    Case          the model, the log-probabilities [E] that a server reports (the evidence), and the model's logits
-    Hypothesis    the name of a cause, e.g. "temperature", and a function `propose(case)` that yields Proposals
-    Proposal      e.g. "the server uses temperature 0.7", and the log-probabilities [E] that a server would then report
-    Untested      the reason why the evidence cannot show the cause; `propose` yields it in place of a Proposal
+A `Hypothesis` has the name of a cause, e.g. "temperature". Its function `propose(case)` gets the log-probabilities [E]
+that a server reports for E tokens. It yields objects of two classes:
 
-E is the number of tokens whose log-probabilities the evidence has. A proposal may have values, such as a temperature,
-that were fitted to the evidence; `fitted` is their number. Of two proposals that explain the evidence equally well, the
-one with fewer fitted values is preferred.
+    Proposal    e.g. "the server uses temperature 0.7", and the log-probabilities [E] that it would then report
+    Untested    why the reported log-probabilities cannot show the cause
+
+`Proposal.fitted` is the number of values, such as a temperature, that were fitted to the reported log-probabilities.
 """
 
 from __future__ import annotations

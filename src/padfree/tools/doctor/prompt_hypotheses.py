@@ -2,14 +2,12 @@
 
 In this example, `s` is the bos token:
 
-    expected             the ids that the model's tokenizer gives             s 7 8 9
-    candidates           special tokens twice                               s s 7 8 9
-                         special tokens missing                               7 8 9
-                         no generation prompt, no template, ...
+    the ids that the model's tokenizer gives      s 7 8 9
+    special tokens twice                        s s 7 8 9
+    special tokens missing                        7 8 9
 
-If the server returns the ids of a prompt, padfree compares them with the expected ids and with the candidates.
-Otherwise, padfree scores the server's response after each of these prompts. The prompt that the server has read
-explains the log-probabilities that the server reports.
+If the server returns the ids of a prompt, padfree compares them with such candidates. Otherwise, the model scores the
+server's response after each candidate. The right candidate explains the log-probabilities that the server reports.
 """
 
 from __future__ import annotations

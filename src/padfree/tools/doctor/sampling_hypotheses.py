@@ -1,14 +1,10 @@
 """Hypotheses (possible faults) about how a server samples and what it then reports: temperature, truncation, penalties.
 
-These hypotheses need no new forward pass, because each is a function of the model's logits [E, V] for E tokens and a
-vocabulary of V token ids:
+Each fault is tested on the model's logits [E, V] for E tokens, without a new forward pass:
 
-    temperature   A server at temperature t reports log softmax(logits / t). Two temperatures are tested: the t that
-                  fits best, and 1 in case the server ignores the requested temperature.
-    truncation    A server that samples with top-k, top-p or min-p reports larger log-probabilities than the model. The
-                  difference is -log(total probability of the kept tokens), so it shows how many tokens the server
-                  kept at each position. One value each of top_k, top_p and min_p is tested: the one that agrees best
-                  with these numbers.
+- A server at temperature t reports log softmax(logits / t). The t that fits best is tested.
+- A server with top-k, top-p or min-p reports log-probabilities that are larger by -log(total probability of the kept
+  tokens). The difference shows how many tokens were kept.
 """
 
 from __future__ import annotations
@@ -33,8 +29,8 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 def smallest(loss: Callable[[float], float], low: float, high: float, *, points: int = 25, steps: int = 36) -> float:
     """Return the number from `low` to `high` at which `loss` is smallest.
 
-    The search evaluates a logarithmic grid of `points` numbers, then makes `steps` steps of golden-section search. The
-    result is rounded to one to three decimals if the loss of the rounded number is about as small.
+    The search tries a logarithmic grid of `points` numbers, then `steps` steps of golden-section search. It rounds the
+    result to few decimals if this hardly changes the loss.
     """
     grid = np.geomspace(low, high, points)
     best = int(np.argmin([loss(value) for value in grid]))

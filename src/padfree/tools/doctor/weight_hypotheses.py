@@ -1,21 +1,11 @@
 """Find the tensors of a server that are stale, i.e. from older weights or from an adapter's base model.
 
-The search assumes that the effects of stale tensors add up:
+The search stops at the first of these steps that explains the server's log-probabilities:
 
-    observed - expected ≈ Σ x_u (replaced_u - expected)
-
-    observed      the log-probabilities that the server reports
-    expected      the log-probabilities of the model
-    u             a unit: a tensor or, in a large model, a layer
-    replaced_u    the log-probabilities of the model with older weights in unit u
-    x_u           1 if unit u is stale on the server, otherwise 0
-
-The search stops at the first of these steps that explains the evidence:
-1. Replace one group of tensors by older tensors: all tensors, a layer, one kind of tensor in all layers, the head, or
-   the embeddings.
+1. Replace a group of tensors by older ones: all tensors, a layer, or one kind of tensor in all layers.
 2. Replace all tensors except one group.
-3. Fit the numbers x_u by least squares, and take units with x_u > 0.5 as stale. Then add or remove units as long as
-   this reduces the difference.
+3. Fit by least squares which tensors (in a large model, which layers) are stale. This assumes that their effects on
+   log-probabilities add up.
 """
 
 from __future__ import annotations
@@ -134,8 +124,8 @@ def units_of(names: Collection[str], groups: Mapping[str, Names]) -> list[Names]
 def search(tried: Replacements, units: list[Names]) -> Names:
     """Return the names of the tensors that are probably stale (older on the server than in the model).
 
-    `units`: sets of tensors. A least-squares fit finds the units whose effects on the log-probabilities add up to the
-    difference between server and model. Then units are added or removed as long as this improves the agreement.
+    Choose among `units` (sets of tensors) by least squares. Then add or remove units as long as this improves the
+    agreement with the server.
     """
     expected = tried.score(frozenset())
     effects = np.stack([tried.score(unit) - expected for unit in units], axis=1)  # [E, units]

@@ -5,10 +5,8 @@
     page.add_table("Settings", ["name", "value"], [["lr", 1e-5]])
     page.write("run.html")
 
-The HTML template is `templates/page.html`, which includes `page.css` and `page.js`. The page contains everything that
-it needs, including plotly's script, and its content security policy forbids all network requests. All text is escaped.
-Plotly interprets some HTML in the texts of a figure (`<br>`, `<b>`), so pass names that come from users through
-`plain`. On a wide screen, consecutive figures are shown side by side in pairs; a `wide` figure takes the full width.
+The page contains everything that it needs, and makes no network requests. All text is escaped, but plotly interprets
+some HTML in the texts of a figure, such as `<br>`. Pass names that come from users through `plain`.
 """
 
 from __future__ import annotations
@@ -91,7 +89,10 @@ class Page:
         self._blocks.append({"kind": "table", "caption": caption, "head": head, "rows": body})
 
     def add_figure(self, caption: str, figure: Mapping[str, Any], *, wide: bool = False) -> None:
-        """Add a plotly figure: `{"data": [...], "layout": {...}}`, of plain values or numpy arrays. NaN is a gap."""
+        """Add a plotly figure: `{"data": [...], "layout": {...}}`, of plain values or numpy arrays. NaN is a gap.
+
+        `wide`: take the full width of the page. Other consecutive figures are shown side by side in pairs.
+        """
         extra = set(figure) - {"data", "layout"}
         assert not extra, f"a figure has data and layout, not {sorted(extra)}"
         layout = _jsonable(figure.get("layout", {}))

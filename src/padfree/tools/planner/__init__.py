@@ -1,16 +1,16 @@
 """Plan a run before renting devices: steps, packs, balance, time and memory, from sample lengths and a config.
 
-steps        the lengths of the samples in each optimizer step
-epoch        the packing plans of these steps: which samples form which micro-batch on which rank
-context      how evenly each layout divides packs among context ranks (ranks that share a pack)
-padding      the cost of the same epoch with padded batches
-memory_plan  the memory that a device needs, and the largest micro-batch that fits
-time_model   how long steps take, without communication
-traffic      which rank is on which host, and how many bytes the ranks send each other
-scaling      how long steps take on more devices, with communication
-run_plan     the whole plan, as numbers and as printed lines
+steps        the sample lengths of each optimizer step
+epoch        the packs of some steps
+context      how evenly ranks share a pack
+padding      the cost of padded batches
+memory_plan  the memory of a device
+time_model   the time of a step, without communication
+traffic      the bytes that ranks send each other
+scaling      the time of a step on more devices
+run_plan     the whole plan, as text
 plan_page    the whole plan, as an HTML page
-suggest      suggested settings, with reasons
+suggest      suggested settings
 calibrate    measures the cost model on this device
 """
 

@@ -1,20 +1,10 @@
-"""Measure the cost model on this device: the seconds of a micro-batch as a function of its sample lengths.
+"""Measure the cost model on this device: the seconds of a micro-batch as a function of its sample lengths n.
 
-    1  micro-batches    1 sample of T, T/2 or T/4 tokens, 2 samples of T/2 tokens, 4 of T/4, 16 of T/16, ...
-                        (T: the maximum number of tokens of a micro-batch)
-    2  seconds          forward and backward of a model with random weights, run by the training engine with the
-                        compile, checkpointing and dtype settings of the run; the minimum of a few repeats
-    3  CostModel.fit    seconds of a micro-batch = linear · Σn + quadratic · Σn² + constant, with n the lengths of its
-                        samples; the seconds of an optimizer step are measured separately
+    seconds = linear · Σn + quadratic · Σn² + constant
 
-A deep model is not built in full. Its layers repeat, so the times of two shallow models give the cost of a layer and
-the cost of everything else:
-
-    seconds(L layers) = seconds(shallow) + (L - shallow) / period · (seconds(shallow + period) - seconds(shallow))
-
-Here, L and shallow are numbers of layers, and the layer types (windowed or full attention, dense or mixture of experts)
-repeat every `period` layers. If the last period is incomplete, it counts as a fraction. The result is stored as JSON in
-the cache folder; `batch.cost` can name this file on any machine.
+The training engine runs micro-batches of few long and many short samples, with random weights and the settings of the
+run. Of a deep model, two shallow copies are measured, and the seconds are extrapolated to all layers. The result is a
+JSON file in the cache folder. `batch.cost` can name this file on any machine.
 """
 
 from __future__ import annotations
@@ -175,7 +165,6 @@ def measured_layers(model_config: Any, whole: int) -> tuple[int, ...]:
     """Return the numbers of layers to measure the model with: all layers, or two smaller numbers to extrapolate from.
 
     All layers are measured if the model has at most `whole` active parameters, or too few layers to extrapolate.
-    Otherwise, the two numbers differ by whole periods of the repeating pattern of layer types.
     """
     sizes = ModelSizes.of(model_config)
     layers = sizes.layers
@@ -282,14 +271,11 @@ def _runner(model_config: Any, config: Config, mesh: Mesh) -> Run:
 def _measured(
     runs: Sequence[Run], batches: Sequence[Sequence[int]], progress: OnMeasurement | None
 ) -> list[list[float]]:
-    """Return the minimum seconds over several rounds: one list per model, with one number per micro-batch.
-
-    Each round measures every micro-batch once. A program that slows the machine down for a moment therefore affects
-    only some of the repeats of a micro-batch, and the minimum ignores them.
-    """
+    """Return the minimum seconds over several rounds: one list per model, with one number per micro-batch."""
     found = np.full((len(runs), len(batches)), np.inf)
     done, everything = 0, (REPEATS + 1) * found.size
     try:
+        # Each round measures every micro-batch, so that a short disturbance affects few repeats of a micro-batch.
         for repeat in range(REPEATS + 1):
             for index in np.ndindex(found.shape):
                 seconds = runs[index[0]](batches[index[1]])

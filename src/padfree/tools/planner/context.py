@@ -1,5 +1,5 @@
-"""Compute how evenly each layout divides packs among the context ranks that share a pack. A layout says which tokens
-of a pack each rank holds.
+"""Compute how evenly each layout divides packs among context ranks. A layout says which tokens of a pack each rank
+holds.
 
 In this example, 4 ranks share a pack of 4 documents:
 
@@ -8,8 +8,7 @@ In this example, 4 ranks share a pack of 4 documents:
     headtail     0.9  1.1  1.0  1.0
     balanced     1.0  1.0  1.0  1.0
 
-The cost of a rank is the time that its part of the pack takes according to the cost model. Ranks that share a pack wait
-for each other in every layer, so a pack takes as long as its slowest rank.
+Ranks that share a pack wait for each other in every layer, so a pack takes as long as its slowest rank.
 """
 
 from __future__ import annotations

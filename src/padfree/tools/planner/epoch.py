@@ -1,12 +1,10 @@
-"""The packing plans of an epoch's steps, and their totals.
+"""Plan some steps of an epoch: which samples form which micro-batch on which rank.
 
-    steps     0   1   2   3   4   5   6   7   8   9        samples and tokens of every step are counted
-    planned       x       x           x       x            only the steps marked x are planned in full
+    steps     0   1   2   3   4   5   6   7   8   9
+    planned       x       x           x       x
 
-A plan says which samples form which micro-batch on which rank. Planning a step takes milliseconds, and a million
-samples make thousands of steps. About a hundred planned steps are enough to estimate how full the micro-batches are and
-how evenly the ranks are loaded. The planned steps are spread evenly over the epoch, and the output gives their number.
-Averages are ratios of sums, so that a small last step has little weight.
+Planning a step takes milliseconds, and an epoch can have thousands of steps. Therefore, only `EXACT_STEPS` evenly
+spread steps are planned by default. Balance and time of the whole epoch are estimated from these steps.
 """
 
 from __future__ import annotations
@@ -131,10 +129,8 @@ class EpochPlan:
     def time(self, context_imbalance: float = 1.0) -> float:
         """Return the time of the whole epoch in the units of the cost model (e.g. seconds).
 
-        The context ranks of a pack share its cost.
-
-        `context_imbalance`: the attention cost of the slowest context rank divided by the mean cost. It applies only to
-        attention: all other work is divided evenly, because the context ranks of a pack have equally many tokens.
+        `context_imbalance`: the attention cost of the slowest context rank divided by the mean attention cost. Context
+        ranks divide all other work evenly.
         """
         uneven = 1 + self.attention_share * (context_imbalance - 1)
         total = 0.0
@@ -169,11 +165,10 @@ def plan_epoch(
     progress: OnPlannedStep | None = None,
     prefixes: Callable[[int], PrefixTree] | None = None,
 ) -> EpochPlan:
-    """Plan some steps of an epoch, i.e. assign their samples to micro-batches and ranks.
+    """Assign the samples of some steps to micro-batches and ranks.
 
-    `exact_steps`: the number of planned steps, which are spread evenly over the epoch; None: all steps. `steps`: sample
-    lengths of each step of the epoch. `prefixes`: a function that returns the prefix tree of the samples of a step,
-    given the index of the step; None if samples share no prefixes.
+    `steps`: sample lengths of each step. `exact_steps`: the number of evenly spread steps to plan; None: all steps.
+    `prefixes`: returns the prefix tree of the step with a given index; None: samples share no prefixes.
     """
     if exact_steps is not None and exact_steps < 1:
         raise UserError("--exact-steps", "is not a positive number", "give 1 or more", value=exact_steps)

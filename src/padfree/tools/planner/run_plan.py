@@ -258,7 +258,7 @@ def make_plan(
     """Plan the steps of `data`, and estimate their time, their memory and the balance of the ranks.
 
     `layout`: how context ranks divide a pack. `need`: estimates memory; None: no memory estimate. `exact_steps`: the
-    number of steps that are planned and from which the epoch is extrapolated; None: all steps.
+    number of steps to plan; None: all steps.
     """
     epoch = plan_epoch(
         data.steps, shape, time_model.cost, exact_steps=exact_steps, progress=progress, prefixes=data.prefixes
@@ -293,8 +293,7 @@ def make_plan(
 def device_tokens(steps: Sequence[Lengths], shape: PlanShape) -> int:
     """Return the largest number of tokens that one device holds in a micro-batch.
 
-    The context ranks that share a pack hold equal parts of it. A pack has at most `shape.pack_tokens` tokens, and no
-    more than a step has. A longer sample has a pack of its own.
+    Context ranks hold equal parts of a pack. A sample longer than `shape.pack_tokens` has a pack of its own.
     """
     longest, largest = max(int(step.max()) for step in steps), max(int(step.sum()) for step in steps)
     return -(-max(longest, min(shape.pack_tokens, largest)) // shape.context)

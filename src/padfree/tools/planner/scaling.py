@@ -1,22 +1,13 @@
 """Estimate how the time of a step changes with the number of devices.
 
-    part of a micro-batch    how its seconds are estimated
-    compute                  the time of the slowest rank, from the cost model
-    weights                  all-gather and reduce-scatter overlap with compute. They make the step longer only by the
-                             first gather, the last reduce, and any time that they take beyond compute
-    context                  sending keys and values; added to the step unless ring attention overlaps the sending with
-                             compute
+The time of a micro-batch is a sum of these parts:
 
-    seconds of a collective  bytes on the busiest link / link bandwidth, plus a latency for every device in the ring
-                             (the busiest link is inside a host or between hosts, whichever takes longer)
+    compute    the time of the slowest rank, from the cost model
+    weights    the first all-gather, the last reduce-scatter, and the time by which weight transfers exceed compute
+    context    sending keys and values, if it does not overlap with compute
 
-The same steps are planned for 8 devices, 16, 32, ... and for the requested number. Efficiency is the throughput per
-device, divided by that of a run on the smallest number of devices.
-
-- Bytes are counted by `padfree.tools.planner.traffic`; tests/hosts compares these counts with real links.
-- Compute time is measured if the cost model was measured.
-- Link bandwidths and latencies, the fraction of the bandwidth that collectives reach, and the overlap are assumptions.
-  The output says so.
+The time of a collective is its bytes divided by the bandwidth of the busiest link, plus a latency. The bytes are
+counted (see `traffic`). Bandwidths, latencies and overlap are assumptions.
 """
 
 from __future__ import annotations
@@ -163,11 +154,10 @@ class Scaling:
 
     @staticmethod
     def limit(times: Sequence[StepTime]) -> tuple[int, str] | None:
-        """Return the largest worthwhile number of devices, and the reason why more devices are not worthwhile.
+        """Return the largest worthwhile number of devices, and why more are not worthwhile; None if all numbers are.
 
-        Return None if all numbers of devices in `times` are worthwhile. The reason is a cause in `StepTime.losses`. On
-        the next larger number of devices, its seconds are the furthest above perfect scaling (half the seconds on twice
-        as many devices).
+        The reason is the cause in `StepTime.losses` that exceeds perfect scaling the most on the next larger number of
+        devices.
         """
         for before, after in pairwise(times):
             if before.seconds / after.seconds < WORTHWHILE_SPEEDUP ** float(np.log2(after.ranks / before.ranks)):

@@ -1,14 +1,10 @@
 """The optimizer steps of the first epoch, as sample lengths: a plan does not need the tokens themselves.
 
-    lengths    7 3 9 4 5 2 ...          of the samples of a tokenised data set or of rollouts, or from a file of numbers
-    steps      [9 3 4] [5 7 2] ...      each step has the same samples, in the same order, as in training
+    lengths    7 3 9 4 5 2 ...          of all samples, from the data or from a file
+    steps      [9 3 4] [5 7 2] ...      the same samples in the same order as in training
 
-The order of samples comes from `run.seed`, as in training. A test compares this order with that of a run.
-
-In a mixture, the epoch repeats each row of a source according to the weight of the source. If rows have several samples
-with shared prefixes, the plan of a step also uses the prefix tree of its samples.
-
-Responses that the run generates are planned with their largest possible length, so the plan is an upper bound.
+If samples share prefixes, the plan of a step also uses their prefix tree. Responses that the run generates count with
+their largest possible length, so the plan is an upper bound.
 """
 
 from __future__ import annotations
@@ -78,8 +74,8 @@ def load_steps(
 ) -> StepLengths:
     """Return the sample lengths of each optimizer step in the first epoch of a run with `config`.
 
-    Raise the same errors about the data as this run. `lengths`: a file of sample lengths, which is read instead of the
-    data. `on_note` is called with notes about how each file is read. `processes`: number of processes of the run.
+    Raise the same errors about the data as the run. `lengths`: a file of sample lengths to read instead of the data.
+    `on_note` receives notes about how each file is read.
     """
     if lengths is not None:
         if config.data.sources:
@@ -222,8 +218,8 @@ def rollout_steps(samples: Any, config: Config, parts: Sequence[int] = ()) -> St
 def rollout_updates(samples: Any, config: Config, parts: Sequence[int] = ()) -> list[Lengths]:
     """Return the sample lengths of each optimizer step of one pass over rollouts.
 
-    A batch has whole groups (all responses to a prompt), and training on it takes `loss.epochs` × `loss.mini_batches`
-    optimizer steps. `parts`: number of samples of each source, if the data is a mixture of sources.
+    Each batch of groups takes `loss.epochs` × `loss.mini_batches` steps. `parts`: number of samples of each source of a
+    mixture.
     """
     loss, steps = config.loss, []
     once = replace(config, data=replace(config.data, epochs=1))
@@ -253,8 +249,7 @@ def prompt_steps(prompts: Any, config: Config, parts: Sequence[int] = ()) -> Ste
 def _shown(samples: Any, config: Config, parts: Sequence[int]) -> list[Any]:
     """Return the data rows of the first epoch, in file order. In RL, return groups (e.g. all responses to a prompt).
 
-    A row or group that the epoch repeats is in the list several times. `parts`: number of samples of each source, if
-    the data is a mixture of sources.
+    Rows that the epoch repeats are repeated. `parts`: number of samples of each source of a mixture.
     """
     groups, sizes = groups_of(config, samples, parts)
     return [groups[index] for index in np.sort(epoch_order(config.data, sizes, seed=config.run.seed)(0)).tolist()]

@@ -115,8 +115,7 @@ def _tried(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel) -> _Trie
 def _tried_caps(steps: Sequence[Lengths], shape: PlanShape, cost: CostModel, most: int, longest: int) -> list[_Tried]:
     """Plan the steps with up to three values of `batch.max_tokens`. Return one plan per value, largest value first.
 
-    The largest value is limited by memory (`most` tokens) and by the tokens of a step. The smallest value is large
-    enough for the longest sample (`longest` tokens), if memory allows it.
+    `most`: tokens that fit in memory. `longest`: tokens of the longest sample.
     """
     useful = _rounded_up(-(-max(int(step.sum()) for step in steps) // shape.ranks))
     least = min(most, _rounded_up(-(-longest // shape.context)))

@@ -1,15 +1,13 @@
-"""Estimate how long steps take: the cost of a step in some unit (e.g. FLOPs), divided by the number of units that a
-device computes per second.
+"""Estimate how long steps take: the cost of a step, divided by the cost that a device computes per second.
 
-The cost has the first of these units that is available:
+The cost is in the first of these units that is available:
 
-1. Seconds, from the file that `batch.cost` names, or as measured by `padfree plan --calibrate` on this device.
-2. FLOPs, if the model is given. Seconds are estimated from PEAK_FRACTION of the GPU's peak FLOP rate, if this rate is
-   known and model.dtype=bfloat16. Otherwise the time is unknown.
-3. Tokens. The time is unknown.
+1. Seconds, if the cost model was measured (`batch.cost`, or `padfree plan --calibrate` on this device).
+2. FLOPs, if the model is given. A GPU with a known peak is assumed to reach PEAK_FRACTION of it in bfloat16. Otherwise
+   the time is unknown.
+3. Tokens. The time is then unknown.
 
-The time includes forward and backward of each micro-batch on its slowest rank, and the optimizer step if that was
-measured. It does not include communication, compilation, checkpoints, or the rollouts and scoring of RL.
+Communication, compilation, checkpoints, rollouts and scoring are not included.
 """
 
 from __future__ import annotations
@@ -50,10 +48,10 @@ class TimeModel:
 
 
 def choose_time_model(config: Config, model_config: Any | None, gpu: str | None) -> TimeModel:
-    """Return the most accurate time model that is available, in the order that the module's docstring lists.
+    """Return the most accurate time model that is available: seconds, else FLOPs, else tokens.
 
-    `gpu`: the name of the GPU for which the run is planned; None: this device. Raise a `UserError` if the peak FLOP
-    rate of `gpu` is needed but not known.
+    `gpu`: the name of the GPU of the run; None: this device. Raise a `UserError` if the peak FLOP rate of `gpu` is
+    needed but unknown.
     """
     if config.batch.cost is not None:
         named = config.batch.cost

@@ -1,34 +1,13 @@
 """Count the bytes that processes send each other in a step, by kind, inside a host and between hosts.
 
-In this example, ranks 0 to 3 are on one host, and ranks 4 to 7 on another. For settings of `parallel`, the table shows
-which ranks communicate, and what they send. `>` is a message inside a host, `>>` a message between hosts, and `0 1` a
-pair of ranks that send to each other:
+In a collective among P processes on a tensor of n bytes, each process sends this many bytes to the next process:
 
-    setting         rings or pairs of ranks                                                  what is sent
-    (default)       one ring of 8:    0 > 1 > 2 > 3 >> 4 > 5 > 6 > 7 >> 0                    weights and gradients
-    replicate=2     two rings of 4:   0 > 1 > 2 > 3 > 0   4 > 5 > 6 > 7 > 4                  weights and gradients
-                    four rings of 2:  0 >> 4 >> 0   1 >> 5 >> 1   2 >> 6 >> 2   3 >> 7 >> 3  gradients of one shard
-    context=2       four pairs:       0 1 | 2 3 | 4 5 | 6 7                                  keys and values
-    expert=2        four pairs:       0 1 | 2 3 | 4 5 | 6 7                                  tokens for experts
-                    two rings of 4:   0 > 2 >> 4 > 6 >> 0   1 > 3 >> 5 > 7 >> 1              experts, their gradients
+    all-gather        (P - 1)/P n
+    reduce-scatter    (P - 1)/P n, with gloo twice as much
+    all-reduce        2 (P - 1)/P n
 
-In a collective among P processes, each process sends this many bytes to the next process of its ring:
-
-    all-gather        (P - 1)/P n bytes      n: size of the gathered tensor
-    reduce-scatter    (P - 1)/P n bytes      n: size of the tensor before it is scattered; with gloo twice as much,
-                                             because it uses an all-reduce
-    all-reduce        2 (P - 1)/P n bytes    n: size of the tensor
-
-FSDP gathers the weights of each unit once per micro-batch. A unit is a layer, or the root: embeddings, last norm and
-head. With `parallel.reshard`, layers are gathered again for backward. Gradients are reduced after every micro-batch.
-For context parallelism, `padfree.cp.communication_bytes` counts the bytes of each rank.
-
-With expert parallelism, the experts of a layer are a separate unit. Each time a token chooses an expert, one vector of
-activations is sent to the expert's rank and one is sent back. This happens in forward and in backward, and again if
-activations are recomputed. The choices are not known before the run, so all experts are assumed to be chosen equally
-often.
-
-Packet headers, rollouts, scoring without gradients, evaluations and checkpoints are not counted.
+All experts are assumed to be chosen equally often. Packet headers, rollouts, scoring, evaluations and checkpoints are
+not counted.
 """
 
 from __future__ import annotations

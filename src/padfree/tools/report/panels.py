@@ -1,22 +1,12 @@
 """Group metrics into figures under headings, and draw the figures.
 
-    a metric                       its heading              its figure               its line
-    response_length_max            Responses                Response length          max
-    eval/reward                    Learning                 Reward                   held-out
-    loss/clip_fraction             Statistics of the loss   Clip fraction
-    environment/questions          Environment              Environment questions
+    metric                   heading                  figure                  line
+    response_length_max      Responses                Response length         max
+    eval/reward              Learning                 Reward                  held-out
+    environment/questions    Environment              Environment questions
 
-A new metric needs no entry in this module. Its heading comes from `HEADINGS` or from the prefix of its name, its title
-from the words of its name, and its unit from the last word.
-
-    a figure of                is drawn with
-    one run, one metric        one line, no legend
-    one run, several metrics   one colour per metric
-    several runs               one colour per run; with several metrics, one dash pattern per metric
-    seconds/...                stacked bars, one colour per metric; one figure per run
-
-A series of more than 200 values is drawn faint, with its running mean on top. A metric that never changes in any run is
-listed in a table, unless its figure matches `ALWAYS`.
+Heading, title and unit of a figure are derived from the name of the metric, so a new metric needs no entry here. A
+metric that never changes is listed in a table, unless its figure matches `ALWAYS`.
 """
 
 from __future__ import annotations
@@ -54,8 +44,7 @@ HEADINGS: Mapping[str, Sequence[str]] = {
     "Packing": ("fill", "imbalance*", "padding*", "micro_batches", "*tokens", "samples", "rows"),
 }
 """The headings of the report in their order, each with name patterns. A metric belongs to the first heading with a
-pattern that matches its name. A metric whose name matches no pattern belongs to a heading that is the prefix of its
-name or, without a prefix, to "Other"."""
+matching pattern. Without a match, its heading is the prefix of its name or, without a prefix, "Other"."""
 
 ALWAYS = ("seconds/*", "*tokens_per_second", "mfu", "loss", "reward", "gradient_norm", "eval/*", "critic/loss")
 """Metrics that get a figure even if they never change. Other constant metrics are listed in a table."""
@@ -182,8 +171,7 @@ def _figure_of(name: str, names: Collection[str]) -> tuple[str, str]:
 def _position(name: str) -> tuple[int, int, str]:
     """Return a sort key that gives the position of a metric on the page. Metrics that match no heading come last.
 
-    The key consists of the index of the matching heading, the index of the matching pattern under this heading, and,
-    for a metric that matches no heading, the prefix of its name.
+    The key is the index of the heading, the index of the pattern, and the prefix of a metric without a heading.
     """
     for number, patterns in enumerate(HEADINGS.values()):
         for index, pattern in enumerate(patterns):
@@ -261,8 +249,7 @@ def figure(panel: Panel, runs: Sequence[Run]) -> dict[str, Any]:
 def stacked_figure(panel: Panel, run: Run) -> dict[str, Any]:
     """Return a figure with a stack of bars per step of a run: one bar per metric of the panel.
 
-    A step that has none of the metrics gets no stack. If a step has only some of them, the other metrics count as 0.
-    If there are many steps, a stack shows the means of several steps.
+    A metric that is missing at a step counts as 0. If there are many steps, a stack shows the means of several steps.
     """
     used = [name for name in panel.metrics if name in run.metrics]
     steps = np.unique(np.concatenate([run.metrics[name].steps for name in used]))

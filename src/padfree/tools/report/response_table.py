@@ -1,11 +1,10 @@
-"""A table of responses of an RL run.
+"""A table of evenly spread responses of an RL run.
 
-    lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | ...     a block of 4 lines per batch
-    lines in the table         0 1 2 3           | 8 9 10 11 | ...     evenly spread blocks, including first and last
+    lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11     4 lines per batch
+    lines in the table         0 1 2 3           | 8 9 10 11     here, of every second batch
 
-In this example, the table shows every second block. A page shows at most `MOST_ROWS` responses, whose texts have
-`MOST_LETTERS` characters in total; the middle of long texts is cut out. The page says how many responses it omits. The
-file is read line by line, because it can be larger than memory.
+A table has at most `MOST_ROWS` responses, with `MOST_LETTERS` characters in total. The middle of long texts is cut out.
+The file is read line by line, because it can be larger than memory.
 """
 
 from __future__ import annotations

@@ -1,19 +1,14 @@
-"""Read a run folder. The run may have ended, may have been killed, or may still be running.
+"""Read the folder of a run that has ended, was killed, or is still running.
 
     metrics.jsonl             one object per step; not every step has every metric
     evaluation.jsonl          one object per evaluation
-    config.json               the settings
     events.jsonl              starts, resumes, stops
     rows.jsonl                data rows that were skipped, dropped or truncated
     rollouts.jsonl            a few responses of each batch of an RL run
-    failures.jsonl            episodes and rewards that raised an error or timed out
+    failures.jsonl            episodes and rewards that failed or timed out
     nonfinite-step-*.jsonl    the samples of a step with a non-finite loss or gradient
-    checkpoints/step-*        the checkpoints
 
-A run that has just started has `run.json` and little else. Folders of early versions have no `run.json`. Data that
-cannot be read (an incomplete last line, a value that is not a number, a file without permission) is skipped, and the
-report shows a note (`Run.notes`). A file that only some runs write (evaluations, rollouts) may be missing without a
-note.
+Most files may be missing. Data that cannot be read is skipped, with a note in `Run.notes`.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ def mean_window(count: int) -> int:
 def running_mean(values: NDArray[np.float64], at: NDArray[np.int64], window: int) -> NDArray[np.float64]:
     """Return the mean of the finite values in a window around each index in `at`, as an array [len(at)].
 
-    At the ends of the series the window is smaller. Each window is summed separately, because with differences of
-    cumulative sums the rounding error of one huge value would spoil all later means.
+    At the ends of the series the window is smaller.
     """
     assert window % 2 == 1
+    # With differences of cumulative sums, the rounding error of one huge value would spoil all later means.
     around = [values[max(index - window // 2, 0) : index + window // 2 + 1] for index in at.tolist()]
     finite = [part[np.isfinite(part)] for part in around]
     return np.array([part.mean() if len(part) else np.nan for part in finite])

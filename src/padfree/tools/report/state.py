@@ -1,17 +1,15 @@
 """Determine the state of a run (running, killed, finished, ...) from its folder.
 
-A running process holds a lock on the file `run.lock`. The state follows from the lock and from the last event in
-`events.jsonl`:
+A running process holds a file lock on `run.lock`. The state follows from the lock and the last event in `events.jsonl`:
 
-    last event              state, if run.lock is held   state, if it is not held
-    none                    starting                     ended before its first step
-    start                   running                      killed
-    stop                    stopped by a signal          stopped by a signal
-    nonfinite, failed       the reason for the failure   the reason for the failure
-    end                     writing its model            finished
+    last event              if the lock is held    if it is not held
+    none                    starting               ended before its first step
+    start                   running                killed
+    stop                    stopped by a signal    stopped by a signal
+    nonfinite, failed       failed, and why        failed, and why
+    end                     exporting its model    finished
 
-The lock is a file lock of the operating system. To test it, a shared lock is taken for a moment; nothing is written. If
-the process runs on another machine, its lock may be invisible on this machine, and the state is unknown.
+If the process runs on another machine, its lock may be invisible on this machine. The state is then unknown.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class Speaker:
     ) -> list[Answer]:
         """Return one answer for each prompt. `on_text` receives pieces of the answers as they are generated.
 
-        `turn` (the number of earlier turns of the chat) and the index of a prompt determine the random numbers of its
-        answer. `first`: the index of the first prompt, if `prompts` is a part of a longer list.
+        `turn` (earlier turns of the chat) and the index of a prompt determine the random numbers of its answer.
+        `first`: the index of the first prompt.
         """
         need(1 <= max_new_tokens <= MOST_TOKENS, "--max-new-tokens", max_new_tokens, f"give 1 to {MOST_TOKENS:,}")
         limits = [self.max_new_tokens(prompt, max_new_tokens) for prompt in prompts]
@@ -307,11 +307,10 @@ def open_speaker(
 def load_language_model(
     files: ModelFiles, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> tuple[PreTrainedModel, torch.dtype]:
-    """Load a model, with merged adapters if it has any. Return the model and the dtype in which it should run.
+    """Load a model, and merge its adapters if it has any. Return the model and the dtype in which it should run.
 
-    `dtype`: the dtype in which the model should run; None: the dtype of the weight files. Without adapters, the model
-    is returned in this dtype, on `device`. With adapters, it is returned in float32 on the CPU, because adapters are
-    merged there.
+    `dtype`: None: the dtype of the weight files. A model with adapters is returned in float32 on the CPU. Another model
+    is returned in this dtype, on `device`.
     """
     config, weights = open_model(files.weights, init_setting=None)
     if any(name.endswith("Classification") for name in config.architectures or ()):

@@ -1,11 +1,10 @@
 """Decode token ids to text while they are generated.
 
-    bytes of four tokens    "Gr"   c3   bc   "ße"      a character such as ü (c3 bc) can be spread over several tokens
-    pieces of text          Gr     -    ü    ße        a piece ends with a character; all pieces joined are the text
+    bytes of four tokens    "Gr"   c3   bc   "ße"      the character ü (c3 bc) is spread over two tokens
+    returned texts          "Gr"   ""   "ü"  "ße"
 
-A decoder shows an incomplete character as U+FFFD. If the text ends with U+FFFD, the stream waits for the next token. To
-keep the cost per token constant, only the ids of the last piece and the new ids are decoded. The last piece is decoded
-again because some decoders remove a space at the beginning of a text.
+A decoder shows an incomplete character as U+FFFD. The stream then waits for the next token. To keep the cost per token
+constant, it decodes only the ids of the last returned text and the new ids.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ class TextStream:
         return self._returned(self._decode(self._ids[self._context :]))
 
     def _returned(self, text: str) -> str:
+        # Decode the last text again, because some decoders remove a space at the beginning of a text.
         before = self._decode(self._ids[self._context : self._shown])
         if len(self._ids) > self._shown:
             self._context, self._shown = self._shown, len(self._ids)

@@ -1,20 +1,10 @@
 """The reference model of the KL term.
 
-    ModelReference      a separate frozen model               reference.path
-    AdapterReference    the policy with other adapters        if reference.path is model.path and lora.rank is set:
-                                                              no second copy of the weights
+A `ModelReference` is a separate frozen model. If `reference.path` is `model.path` and the run trains LoRA adapters, an
+`AdapterReference` is used: the policy with other adapters, without a second copy of the weights.
 
-With `reference.refresh`, the policy's weights are copied into the reference from time to time. In this example,
-`reference.refresh` is 2:
-
-    rollout batch              1   2   3   4   5
-    weights of the reference   r   r   p2  p2  p4         r: initial reference; p2: the policy after batch 2
-
-Refreshed weights are in no other file, so checkpoints store them (`tensors_to_save`), with the number of finished
-rollout batches (`state_dict`).
-
-With `reference.offload`, the weights of a `ModelReference` are on the device only while they are used, and otherwise on
-the CPU (FSDP2's offloading). The setting has no effect if the run is on the CPU.
+With `reference.refresh=2`, the policy is copied into the reference after every second rollout batch. Batches 3 and 4
+then use the policy as it was after batch 2. Checkpoints store a refreshed reference, because no other file contains it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """A reward model as the reward of rollouts: `rollout.reward = "model:folder"`.
 
-    prompt of the row, text of the response  ->  tokens   by the reward model's own tokenizer and chat template, as
-                                                          `padfree reward` reads a row's `prompt` and `chosen`
-    responses of all ranks                   ->  packed and scored by all ranks together, each at its last token
-    result                                   <-  one score per response, returned on the rank that passed the response
+The reward model has its own tokenizer and chat template, so it receives prompts and responses as text. All ranks pack
+and score all responses together. Each rank gets the scores of its own responses.
 
-The reward model receives text, because its tokenizer may differ from the policy's. The text ends before the token that
-ended the response, like the texts on which a reward model is trained. Complete and cut-off responses therefore end in
-the same way.
+The text ends before the token that ended the response, like the texts on which a reward model is trained. Complete and
+cut-off responses therefore end in the same way.
 """
 
 from __future__ import annotations

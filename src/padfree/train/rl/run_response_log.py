@@ -1,12 +1,10 @@
-"""The log of a run's sampled responses, which a resumed run reuses.
+"""The log of a run's sampled responses, so that a resumed run need not sample them again.
 
-Without the log, a resumed run would have to sample again all responses since the last checkpoint. The log
-(`padfree.rollout.response_log`) consists of parts. A new part begins at each checkpoint. When the checkpoint is
-complete, the parts that no later batch needs are deleted.
+The log (`padfree.rollout.response_log`) consists of parts, and each checkpoint begins a new part. When the checkpoint
+is complete, parts that are no longer needed are deleted.
 
-A resumed run reuses logged responses only if its weights and settings are the same as those of the run that sampled the
-responses. Therefore each part begins with a fingerprint of the weights at the part's first step, and with a digest of
-all settings that change what is sampled or trained.
+A resumed run reuses responses only if weights and settings are unchanged. Each part therefore begins with a fingerprint
+of the weights and a digest of the settings.
 """
 
 from __future__ import annotations
@@ -51,10 +49,10 @@ settings change results by rounding errors at most."""
 
 
 def settings_digest(made_with: Mapping[str, Any]) -> str:
-    """Return a digest of `made_with`, the record of settings, model and data that a checkpoint stores.
+    """Return a digest of `made_with`, a checkpoint's record of settings, model and data.
 
-    A resumed run reuses logged responses only if the digest in the log equals the digest of the run. The digest leaves
-    out the settings in `WITHOUT_EFFECT`, which change results by rounding errors at most.
+    A resumed run reuses logged responses only if the digests are equal. The digest leaves out the settings in
+    `WITHOUT_EFFECT`.
     """
     settings = {name: value for name, value in made_with["settings"].items() if not name.startswith(WITHOUT_EFFECT)}
     return hash_of({**made_with, "settings": settings, "padfree": __version__})
@@ -78,10 +76,10 @@ class RunResponseLog:
         self._settings = settings_digest(made_with)
 
     def begin(self, step: int, *, after: int, resume: bool) -> str | None:
-        """Start to log responses. If the run can reuse responses from the log, return a note for the user.
+        """Start to log responses. Return a note for the user if the run can reuse logged responses.
 
-        `step`: the number of steps made so far. `after`: only responses of batches with a higher number are reused.
-        `resume`: if it is false, all logged responses are deleted.
+        `step`: the number of steps so far. `after`: reuse only batches with a higher number. `resume=False`: delete all
+        logged responses.
         """
         origin = self._origin(step)
         error = None
@@ -99,8 +97,8 @@ class RunResponseLog:
     def start_part(self, step: int, *, after: int, last_batch: int) -> None:
         """Start a new part of the log. Call this before the state for a checkpoint is collected.
 
-        `step`: the number of steps made so far. `after`: the last batch that a resumed run need not sample again.
-        `last_batch`: the newest batch that was requested from the sampler.
+        `after`: the last batch that a resumed run need not sample again. `last_batch`: the newest batch requested from
+        the sampler.
         """
         origin = self._origin(step)
         with writing(self._response_log.folder):

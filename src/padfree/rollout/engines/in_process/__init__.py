@@ -1,19 +1,18 @@
 """Sampling in the training process. A slot holds one response that is being sampled.
 
 sampler           InProcessSampler: the `Sampler`
-policy_model      PolicyModel: a model with the weights of the trained one, which it shares if possible
-hf_cache          write_responses: sampling with the attention and cache of transformers, on any device
-decode            Decoder: continuous batching with decode slots and CUDA graphs
-slot_schedule     assigns requests to slots, on the host
-decode_steps      prefill and decode steps, on the device
+policy_model      PolicyModel: a model with the weights of the trained one
+hf_cache          sampling with the attention and cache of transformers, on any device
+decode            Decoder: continuous batching with CUDA graphs
+slot_schedule     assigns requests to slots
+decode_steps      prefill and decode steps
 cached_model      an HF model whose attention uses padfree's KV cache
 kv_cache          the KV cache and its allocator
-kept_buffers      the kept sets (ids from which a token was sampled) of a truncated softmax
-decode_attention  attention of a decode step: operator and reference; triton_decode_attention is the kernel
-decode_experts    experts with grouped matmuls: operator and reference; triton_grouped_linear is the kernel
-sample_token      samples the tokens of a decode step: reference; triton_sample_token is the kernel
-exact_operators   whether log-probabilities are bitwise equal to the trainer's, and if not, why (`rollout.exact`)
-exact_attention   attention of a decode step with the trainer's kernel
-row_trial         finds the batch sizes at which matmuls give the same bits as in the trainer's packs
-sampled_tokens    definitions shared by the kernels and their references
+kept_buffers      the ids that top-k and top-p leave for each token
+decode_attention  attention of a decode step
+decode_experts    MoE experts of a decode step
+sample_token      samples the tokens of a decode step
+exact_*           log-probabilities that are bitwise equal to the trainer's (`rollout.exact`)
+row_trial         batch sizes at which matmuls give the trainer's bits
+triton_*          kernels
 """

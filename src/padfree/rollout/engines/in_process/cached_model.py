@@ -1,18 +1,12 @@
 """An HF model whose attention uses a `KVCache`: packed prefill of prompts, and decode steps with one token per slot.
 
     prefill    a pack of T tokens of prompts        ->  keys and values at cache indices [T], no logits
-    decode     one token for each of L slots [L]    ->  hidden states [L, D], with `decode_attention`
+    decode     one token for each of L slots [L]    ->  hidden states [L, D]
 
-A slot holds one response that is being sampled. In prefill and in decode steps, the model sees one sequence, `[1, T]`
-or `[1, L]`, with explicit positions. This works because all layers but attention treat tokens independently, which
-`padfree.model.probe` verifies. Prompts with images are prefilled as in training.
+A slot holds one response that is being sampled. The model sees all tokens as one sequence. This works because all
+layers but attention treat tokens independently.
 
-Attention gets its context (cache, slots, packs) as an argument of the forward pass. Before each layer, outside of
-compiled code, the context is replaced by the part that belongs to this layer, so that all layers share one compiled
-graph.
-
-With `exact=True`, the results are bitwise equal to those of the trainer (`rollout.exact`): layers are compiled as in
-training, and the kernel of decode attention gives the same bits as the trainer's attention (`exact_attention`).
+With `exact=True`, the results are bitwise equal to those of the trainer (`rollout.exact`).
 """
 
 from __future__ import annotations
@@ -171,10 +165,10 @@ class CachedModel:
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, longest: int) -> Tensor:
-        """Run one decode step: return the last hidden states [L, D] of one new token in each of L slots.
+        """Run one decode step. Return the last hidden states [L, D] of one new token in each of L slots.
 
-        `tokens` and `positions` are [L]. `slots` [F, L]: F fields of each slot, such as where its keys are (see
-        `decode_attention`). `longest`: the maximum number of earlier keys of a slot.
+        `tokens`, `positions`: [L]. `slots` [F, L]: fields of each slot (see `decode_attention`). `longest`: maximum
+        number of earlier keys of a slot.
         """
         context = _Context(
             self.exact, lambda layer: _DecodeLayer(cache.keys[layer], cache.values[layer], slots, longest, self.exact)
@@ -202,7 +196,7 @@ def layers_of_model(model: PreTrainedModel) -> nn.ModuleList | None:
 def _call_layer(layer: nn.Module, index: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     context = kwargs["attn_context"]
     assert isinstance(context, _Context), "a layer was called outside of CachedModel"
-    narrowed = context.of_layer(index)
+    narrowed = context.of_layer(index)  # outside of compiled code, so that all layers share one compiled graph
     kwargs = {**kwargs, "attn_context": narrowed}
     if isinstance(narrowed, _ShapeOfLayer) or (isinstance(narrowed, _PrefillLayer) and not context.exact):
         return _run_layer(layer, *args, **kwargs)

@@ -74,10 +74,9 @@ class Decoder(DecodeSteps):
 
 
 def _joined(prompt: Routes | None, steps: Routes) -> Routes | None:
-    """Return the routes (the experts of each token) of a prompt and its response.
+    """Return the routes (the experts of each token) of a prompt and its response, whose last route is unknown.
 
-    `prompt`: routes of the prompt without its last token; None if the prompt has only one token. `steps` [m, R, k]:
-    routes of the inputs of the m decode steps, which are the last token of the prompt and the response without its last
-    token. The last token of the response was never an input of the model, so its route is unknown.
+    `prompt`: routes of the prompt without its last token, if any. `steps` [m, R, k]: routes of the inputs of m decode
+    steps.
     """
     return joined_routes([prompt, steps, None], [0, len(steps), 1])

@@ -3,19 +3,15 @@
 A slot holds one response that is being sampled. Two slots with the same prompt:
 
     slot                              0                1
-    prompt's keys: start, number      7, 3             7, 3         cache indices 7 8 9
-    response's keys: start, number    20, 2            40, 0        cache indices 20 21 in slot 0; none yet in slot 1
-    query sees                        7 8 9 20 21 *    7 8 9 *      *: the new token, whose key is stored at 22 or 40
+    prompt's keys: start, number      7, 3             7, 3
+    response's keys: start, number    20, 2            40, 0
+    cache indices of earlier keys     7 8 9 20 21      7 8 9
+    cache index of the new key        22               40
 
     q [L, H, d]   k [L, Hkv, d]   v [L, Hkv, dv]   keys [M, Hkv, d]   values [M, Hkv, dv]   ->   out [L, H, dv]
 
-`slots` [F, L] is on the device. The fields of a slot are: start and number of the prompt's keys, start and number
-of the response's keys, and whether the slot is active; attention does not read further fields. A step therefore needs
-nothing from the host, and one CUDA graph serves all steps. An inactive slot stores nothing and attends only to its new
-token. `longest` is the maximum number of keys before the new token in any slot.
-
-`decode_attention` is a custom operator, so that a compiled layer stays one graph. On CUDA it runs a Triton kernel
-(`triton_decode_attention`). On other devices, and in float64, it runs the reference below.
+`slots` [F, L]: start and number of the prompt's keys, start and number of the response's keys, and whether the slot is
+active. `longest`: maximum number of earlier keys of a slot.
 """
 
 from __future__ import annotations
@@ -86,16 +82,15 @@ def decode_attention(
     keys: Tensor,
     values: Tensor,
     slots: Tensor,
-    sinks: Tensor | None,
+    sinks: Tensor | None,  # [H] learned scores in the softmax
     scale: float,
-    window: int | None,
-    softcap: float | None,
+    window: int | None,  # number of keys that a token sees, including its own; None: all keys
+    softcap: float | None,  # bound of the scores; None: no bound
     longest: int,
 ) -> Tensor:
-    """Attend from the new token of each of L responses. Return the output [L, H, dv], and store k and v in the cache.
+    """Attend from the new token in each of L slots. Store k and v in the cache. Return the output [L, H, dv].
 
-    The module docstring explains the tensors. `sinks` [H]: learned scores in the softmax. `window`: number of keys that
-    a token sees, including its own; None: all keys. `softcap`: bound of the scores; None: no bound.
+    The module docstring explains the tensors and `longest`.
     """
     if q.is_cuda and q.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_decode_attention import attend

@@ -1,15 +1,10 @@
 """MoE experts for decoding, with tensor shapes that do not depend on the router's choice, as CUDA graphs require.
 
-Each of T tokens uses k of E experts, which gives R = T k pairs of a token and an expert. The pairs are sorted by expert
-(`sorted_rows`), and each expert multiplies the tokens of its own pairs (`grouped_linear`). The results are put back
-into the order of the tokens, and summed over the k experts of each token.
+Each of T tokens uses k of E experts, which gives R = T k pairs (token, expert). The pairs are sorted by expert, and
+each expert multiplies the tokens of its pairs.
 
-For example, 4 tokens use the experts 0 1, 1 2, 1 0 and 1 2, which makes 8 pairs with the indices 0 to 7. Sorted by
-expert, the pairs are 0 5 (expert 0), 1 2 4 6 (expert 1) and 3 7 (expert 2).
-
-On CUDA, `grouped_linear` runs a Triton kernel (`triton_grouped_linear`). Its grid is large enough for any choice of
-experts, so that the host need not read which experts were chosen. On other devices, and in float64, `grouped_linear`
-runs the function `reference`.
+For example, 4 tokens use the experts 0 1, 1 2, 1 0 and 1 2. The sorted pairs are 0 5 (expert 0), 1 2 4 6 (expert 1)
+and 3 7 (expert 2).
 """
 
 from __future__ import annotations
@@ -61,8 +56,8 @@ def experts_forward(module: nn.Module, hidden: Tensor, choices: Tensor, weights:
 def sorted_rows(choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort the R = T k pairs (token, expert) by expert. `choices` [T, k]: the k experts of each token.
 
-    Return `order` [R], the index of each sorted pair in the flattened `choices`, and `starts` [E + 1]: the pairs of
-    expert e are `order[starts[e]:starts[e + 1]]`.
+    Return `order` [R], indices into the flattened `choices`, and `starts` [E + 1]. The pairs of expert e are
+    `order[starts[e]:starts[e + 1]]`.
     """
     experts, order = torch.sort(choices.reshape(-1), stable=True)
     bounds = torch.arange(num_experts + 1, device=choices.device, dtype=experts.dtype)
@@ -94,23 +89,17 @@ def reference(
 
 @torch.library.custom_op("padfree::grouped_linear", mutates_args=())
 def grouped_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    order: Tensor,
-    starts: Tensor,
-    gather: int,
-    scatter: bool,
+    x: Tensor,  # [R, K] the sorted rows; [T, K] the tokens if `gather` is not 0
+    weight: Tensor,  # [E, N, K]; [E, K, N] if `transposed`
+    bias: Tensor | None,  # [E, N]
+    order: Tensor,  # [R], from `sorted_rows`
+    starts: Tensor,  # [E + 1], from `sorted_rows`
+    gather: int,  # the number of experts per token, so that sorted row r is x[order[r] // gather]; or 0
+    scatter: bool,  # whether the result of sorted row r is at index order[r], and not at r
     transposed: bool,
 ) -> Tensor:
-    """Multiply each of R rows with the weight of its expert. Return [R, N].
-
-    A row is a token paired with one of its experts, and the rows are sorted by expert: see `sorted_rows` for `order`
-    [R] and `starts` [E + 1]. `weight`: [E, N, K], or [E, K, N] if `transposed`. `bias`: [E, N].
-
-    If `gather` is 0, `x` [R, K] holds the sorted rows. Otherwise, `x` [T, K] holds the tokens, `gather` is the number
-    of experts per token, and sorted row r is `x[order[r] // gather]`. The result of sorted row r is at index
-    `order[r]` with `scatter`, otherwise at index r.
+    """Multiply each of R rows with the weight of its expert. Return [R, N]. A row is a token paired with one of its
+    experts.
     """
     if x.is_cuda and x.dtype != torch.float64 and importlib.util.find_spec("triton") is not None:
         from padfree.rollout.engines.in_process.triton_grouped_linear import multiply

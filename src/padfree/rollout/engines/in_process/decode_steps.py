@@ -1,11 +1,13 @@
-"""The device side of decoding: buffers at fixed addresses, prefill, and steps that never wait for the host.
+"""Prefill and decode steps on the device. The host need not wait for the device between two decode steps.
 
-    a step    tokens [L] -> hidden [L, D] -> logits [L, V] -> sampled [L] -> the next tokens
+A decode step reads and writes only device memory:
 
-L is the number of slots, D the hidden size and V the vocabulary size. A slot holds one response that is being sampled.
-`slots` [F, L] holds F fields for each slot, such as the cache range of its keys, its next input token, and its request.
-A step reads and writes only device memory. On CUDA, a step is a CUDA graph; there is one graph for each of a few slot
-counts.
+    tokens [L] -> hidden states [L, D] -> logits [L, V] -> sampled tokens [L], the input of the next step
+
+L is the number of slots. A slot is the place of one response in the decode batch. `slots` [F, L] holds F fields of each
+slot, such as its next input token.
+
+CUDA graphs of decode steps are captured for a few batch sizes. They need buffers at fixed addresses.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ from padfree.rollout.engines.in_process.sampled_tokens import ACTIVE, STORED, WR
 from padfree.rollout.truncation import WHOLE, Truncation, truncated_logits
 from padfree.sample import Sample
 
+# KEY: the random key of the response. REQUEST: the index of the request.
 TOKEN, KEY, MAX_NEW_TOKENS, REQUEST, SHIFT = range(5, 10)
 NUM_SLOT_FIELDS = 10
-"""Number of fields of a slot, which describes one response that is being sampled.
+"""Number of fields of a slot (the place of one response in the decode batch).
 
-Attention reads the first five fields, see `NUM_ATTENTION_FIELDS`. TOKEN is the next input token, KEY the random key,
-MAX_NEW_TOKENS the token limit and REQUEST the index of the request. SHIFT is the position id of the next token minus
-its index in the sequence; it is 0 except after images.
+Attention reads the first five fields. TOKEN is the next input token. SHIFT is the position id of this token minus its
+index in the sequence. It is 0 except after images.
 """
 
 MIN_SLOTS = 16
@@ -134,18 +136,16 @@ class DecodeSteps:
     ) -> None:
         """Set up the decode steps. Buffers and CUDA graphs are created when they are first needed.
 
-        `num_slots`: the maximum number of responses that are sampled at the same time, one in each slot. `stops`: token
-        ids that end a response. `cache_bytes`: size limit of the KV cache; None: as much as `num_slots` responses need,
-        but at most half of the free device memory. `captured`: whether decode steps are CUDA graphs; None: if the
-        device and the model allow it. `step_rows`: the batch sizes of decode steps, in slots, in descending order; the
-        first is at least `num_slots`. None: the result of `slot_counts` if the steps are CUDA graphs, else any size.
+        `num_slots`: maximum number of concurrent responses. `cache_bytes`: size limit of the KV cache. `captured`:
+        whether decode steps are CUDA graphs. `step_rows`: possible batch sizes, descending from at least `num_slots`.
         """
         self.model, self.device = model, model.device
         self.num_slots, self.temperature, self.truncation = num_slots, temperature, truncation
         self.stops = torch.tensor(sorted(stops), device=self.device)
-        self.cache_bytes = cache_bytes
+        self.cache_bytes = cache_bytes  # None: as much as `num_slots` responses need, at most half of the free memory
         cuda = self.device.type == "cuda"
         self.captured = cuda and can_be_captured(model.model) if captured is None else captured
+        # Without CUDA graphs, an empty list allows every batch size.
         self.step_rows = list(slot_counts(num_slots) if step_rows is None and self.captured else step_rows or ())
         self.page = PAGE_SIZE if model.exact else 1  # prompts and responses begin at multiples of this in the cache
         self.shapes: list[LayerShape] | None = None
@@ -247,10 +247,10 @@ class DecodeSteps:
         return rounded_up(stored, self.page)
 
     def own_size(self, stored: int, max_new_tokens: int) -> int:
-        """Return how many cache entries (one per token) a response needs, if its prompt has `stored` entries.
+        """Return the number of cache entries (one per token) of a response to a prompt with `stored` entries.
 
-        If the cache has pages, the result is a multiple of the page size. It includes space for a copy of the prompt's
-        last page if that page is not full.
+        If the cache has pages, the response gets whole pages. They include a copy of the prompt's last page if that
+        page is not full.
         """
         return rounded_up(stored % self.page + max_new_tokens, self.page)
 
@@ -271,8 +271,7 @@ class DecodeSteps:
     def prefill(self, prompts: Sequence[PlacedPrompt]) -> list[Tensor | None]:
         """Store the keys and values of prompts in the cache, in passes of up to PREFILL_TOKENS tokens.
 
-        Each distinct image of a pass is encoded once. Return the routes (the experts of each token) of each prompt, on
-        the device; None if they are not recorded.
+        Return the routes (the experts of each token) of each prompt, on the device; None if routes are not recorded.
         """
         assert self._buffers is not None
         routes: list[Tensor | None] = []

@@ -1,19 +1,14 @@
-"""Decode attention whose output is bitwise equal to that of the trainer's attention (`rollout.exact`).
+"""Decode attention with the same output bits as the trainer's attention, for `rollout.exact`.
 
-`exact_decode_attention` uses one of two kernels:
+The trainer's kernel reads keys in blocks of `PAGE_SIZE`. Its output bits depend on where the blocks begin. The KV cache
+therefore has pages of `PAGE_SIZE` keys, and each prompt begins on a new page.
 
-- The Triton kernel `triton_exact_attention` repeats the arithmetic of flash-attn-4. It is used if a test on random
-  tokens (`has_bits_of_trainer`) gives the same output bits as the trainer's kernel.
-- Otherwise, the trainer's kernel is used, with paged keys and one query for each response.
+Responses to one prompt share its full pages. If the prompt's last page is not full, each response gets a copy of it.
+For example, with pages of 4 keys, a prompt of 5 keys and a response of 4 keys:
 
-The trainer's kernel reads the keys of a sample in blocks of `PAGE_SIZE` keys, and the output bits depend on where each
-block begins. Decode attention therefore uses the same blocks: the KV cache consists of pages of `PAGE_SIZE` keys, and
-every prompt begins at the start of a page.
-
-Responses to the same prompt share the full pages of the prompt. If the prompt's last page is not full, each response
-gets a copy of that page and appends its own keys to the copy. For example, with pages of 4 keys and a prompt of 5 keys,
-a response with 4 keys reads three pages: the shared page with 4 keys of the prompt, its own page with 1 copied key and
-3 keys of the response, and a second page of its own with 1 key.
+    shared page     p p p p     p: key of the prompt
+    own pages       p r r r     r: key of the response
+                    r
 """
 
 from __future__ import annotations
@@ -45,10 +40,10 @@ COMPARED_LENGTHS = (2000, 1000, 700, 300, 95, 1)
 
 
 class StepKeys(NamedTuple):
-    """Which cached keys each of L responses sees in a decode step. The KV cache consists of pages of `PAGE_SIZE` keys.
+    """The cached keys that each of L responses sees in a decode step. The KV cache has pages of `PAGE_SIZE` keys.
 
-    `place`: the cache index of the new key. `table`: the pages that the response sees. `lengths`: how many keys the
-    response sees on these pages, including the new key.
+    `place`: the cache index of the new key. `table`: the pages that the response sees. `lengths`: the number of keys
+    that the response sees, including the new key.
     """
 
     place: Tensor  # [L] int64
@@ -57,13 +52,10 @@ class StepKeys(NamedTuple):
 
 
 def step_keys(slots: Tensor, capacity: int, longest: int) -> StepKeys:
-    """Return which cached keys each response sees in a decode step. The result is the same for all layers.
+    """Return the cached keys that each response sees in a decode step. The result is the same for all layers.
 
-    `slots` [F, L]: F fields for each of L responses, see `decode_attention`. `capacity`: number of tokens in the cache,
-    a multiple of `PAGE_SIZE`. `longest`: the maximum number of keys that a response sees besides the new key.
-
-    A prompt begins at the start of a page. Responses to the same prompt share its full pages. Keys of the prompt that
-    do not fill a page are copied to the first page of each response, and the keys of the response follow them.
+    `slots`: see `decode_attention`. `capacity`: number of keys in the cache. `longest`: maximum number of keys of a
+    response before the new key.
     """
     assert capacity % PAGE_SIZE == 0
     active = slots[ACTIVE] != 0
@@ -108,10 +100,10 @@ def exact_decode_attention(
     longest: int,
     backend: str,
 ) -> Tensor:
-    """Attend from the new token of each slot, with output that is bitwise equal to that of the trainer's backend.
+    """Return the attention output [L, H, dv] of one new token per response. Store `k` and `v` in the cache.
 
-    Return the output [L, H, dv], and store k and v in the cache. `backend`: the name of the trainer's attention
-    backend. Other arguments: see `decode_attention`.
+    The output has the same bits as that of the trainer's backend, named `backend`. Other arguments: see
+    `decode_attention`.
     """
     name = choose_backend(
         q.device, q.dtype, q.shape[2], value_dim=v.shape[2], softcap=softcap is not None, requested=backend
@@ -120,6 +112,7 @@ def exact_decode_attention(
         window = None
     spec = AttentionSpec(scale=scale, window=window, softcap=softcap)
     simple = sinks is None and v.shape == k.shape
+    # The Triton kernel repeats the arithmetic of flash-attn-4. Otherwise, the trainer's own kernel is used.
     if simple and has_bits_of_trainer(name, q.shape[1], k.shape[1:], spec, q.dtype, q.device):
         from padfree.rollout.engines.in_process.triton_exact_attention import attend
 
@@ -148,10 +141,10 @@ def has_bits_of_trainer(
     dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Return whether the Triton kernel for decode steps gives a token the same output bits as the trainer on a pack.
+    """Return whether the Triton kernel for decode steps gives the same output bits as the trainer's attention.
 
-    `backend`: the trainer's attention backend. `key_shape`: the number of key heads and their size. The first call runs
-    both kernels on random tokens, so it must be made before a decode step is captured as a CUDA graph.
+    `key_shape`: number and size of the key heads. The first call runs both kernels, so make it before a CUDA graph is
+    captured.
     """
     heads, size = key_shape
     if backend != "fa4" or spec.softcap is not None or size & (size - 1) or dtype != torch.bfloat16:

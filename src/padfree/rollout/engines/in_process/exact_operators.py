@@ -1,19 +1,12 @@
-"""`rollout.exact`: check whether the log-probabilities of sampler and trainer can be bitwise equal.
+"""Check for `rollout.exact` whether sampler and trainer can compute bitwise equal log-probabilities.
 
-`problem` returns the first setting or operator that prevents equal bits, and why. The function needs no weights.
+`problem` returns the first obstacle. It needs no weights.
 
-Embedding, RoPE, RMSNorm, the head and the log-softmax give a token the same bits in every batch. For other operators,
-the bits may depend on the size of the batch:
+The bits of a token may depend on the size of its batch, because matmul libraries choose the order of sums by size:
 
-- Linear layers, adapters, LayerNorm: a sum may be computed in another order. `row_trial` compares the bits for several
-  batch sizes.
-- Experts: on a CPU, all matmuls have 16 rows (`padfree.model.block_matmuls`). On a GPU, one grouped matmul computes all
-  experts, and `row_trial` compares its bits for different numbers of rows per expert.
-- Routers: the sum over the experts may be computed in another order. On a GPU, `row_trial` compares the bits. With
-  `parallel.compile`, PyTorch's own kernels compute this sum (`row_sums_pass`).
-- Attention: prefill uses the trainer's kernel, and decode steps use a kernel with the same bits (`exact_attention`).
-- SwiGLU, residual, bias: compiled layers round after every operation (`padfree.layers.compile`), so that it does not
-  matter which operations share a kernel.
+- Embedding, RoPE, RMSNorm, head and log-softmax give a token the same bits in every batch.
+- Linear layers, experts, routers and LayerNorm may give it other bits. `row_trial` tries them with random numbers.
+- Attention uses a kernel with the trainer's bits in decode steps (`exact_attention`).
 """
 
 from __future__ import annotations
@@ -70,10 +63,10 @@ def problem(
     dtype: torch.dtype,
     attention: str,
 ) -> str | None:
-    """Return why log-probabilities of a run's sampler cannot be bitwise equal to the trainer's; None if they can.
+    """Return why the log-probabilities of sampler and trainer cannot be bitwise equal; None if they can.
 
-    `model` has its adapters, and may be on the meta device. The matmuls of its layers are tried with random numbers on
-    `device`. `dtype`, `attention`: the settings `model.dtype` and `model.attention`.
+    `model` has its adapters, and may be on the meta device. Its matmuls are tried with random numbers on `device`.
+    `attention`: the setting `model.attention`.
     """
     return (
         _settings_problem(rollout, parallel, lora)
@@ -98,6 +91,7 @@ def _settings_problem(rollout: RolloutConfig, parallel: ParallelConfig, lora: Lo
         return _METHOD_PROBLEMS[parallel.method]
     if parallel.expert != 1:
         return f"parallel.expert={parallel.expert} divides the experts over ranks in training, but not in the sampler"
+    # Layers compiled by inductor round after every operation, so it does not matter which operations share a kernel.
     if parallel.compile not in ("none", "inductor"):
         return f"sampler and trainer were not compared bit by bit with parallel.compile={parallel.compile}"
     if parallel.compile == "inductor" and parallel.kernels != "auto":
@@ -126,10 +120,9 @@ def _device_problem(device: torch.device, dtype: torch.dtype, parallel: Parallel
 
 
 def model_problem(model: PreTrainedModel, device: torch.device) -> str | None:
-    """Return why an operator of the model may give a token other bits in a decode step than in a pack.
+    """Return why an operator may give a token other bits in a decode step than in a pack; None if no operator does.
 
-    The result is None if every operator gives the same bits. `model` may be on the meta device. If `device` is a CPU,
-    some norms and activations are run with different numbers of rows, and their bits are compared.
+    `model` may be on the meta device. On a CPU, the bits of some norms and activations are compared by running them.
     """
     reason = state_obstacle(model) or unsupported_reason(model)
     if reason is not None:

@@ -1,24 +1,14 @@
-"""Sample responses in batches from a plain HF model, with its own attention and KV cache.
+"""Sample responses in batches with a plain HF model, its own attention and its own KV cache.
 
-Prompts are left-padded to the same length, and no token attends to the padding. In this example, - is a padding token,
-and 0 is the token that ends a response:
+Prompts are left-padded to the same length. In this example, - is a padding token, and 0 ends a response:
 
     prompt    response    row of the batch    positions
     7 8       5 6 0       - 7 8 5 6 0         0 0 1 2 3 4
     3 4 9     2 0         3 4 9 2 0           0 1 2 3 4
 
-There are three ways to sample from a model. `cache_use` finds out which of them a model needs:
+Some models give wrong results with padding or with a cache. `cache_use` finds out what a model allows.
 
-- Most models get batches of prompts of similar length, with little padding.
-- If layers other than attention see the padding, a batch holds only prompts of equal length.
-- If the model has no cache, or if decode steps with the cache give other results than a forward pass over the whole
-  sequence, every token takes a forward pass over the whole sequence.
-
-The sampled tokens depend on the model, the prompt and the random key of the response (`sampling_rng`), but not on other
-responses in the batch, up to rounding of the logits.
-
-`Response.logprobs` are log-probabilities in float32 at the sampling temperature. The trainer compares its own
-log-probabilities with them.
+Up to rounding, a response does not depend on other responses in its batch.
 """
 
 from __future__ import annotations
@@ -49,10 +39,10 @@ if TYPE_CHECKING:
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the tokens that end a response: the eos token of the tokenizer and those of the model's generation config.
+    """Return the ids that end a response: the eos tokens of the tokenizer and of the model's generation config.
 
-    An eos token of the generation config counts only if it is a special token of the tokenizer, because many configs
-    contain a default id that is an ordinary token in this vocabulary.
+    Ids of the generation config must be special tokens, because many configs contain a wrong default. Raise a
+    `UserError` if the tokenizer has no eos token.
     """
     eos: Any = tokenizer.eos_token_id
     if eos is None:
@@ -137,10 +127,10 @@ def write_responses(
     on_finished: OnFinished | None = None,
     on_tokens: OnTokens | None = None,
 ) -> list[Response]:
-    """Return one response for each request, in order, sampled `batch_size` at a time.
+    """Return one response for each request, in order. The model must be in evaluation mode.
 
-    The model must be in evaluation mode. `stops`: token ids that end a response. `use`: the result of `cache_use`.
-    `recorder` records the routes (the experts of each token). `on_tokens` receives each token as soon as it is sampled.
+    `stops`: token ids that end a response. `use`: the result of `cache_use`. `recorder`: records the routes (the
+    experts of each token). `on_tokens`: called for each new token.
     """
     assert not model.training
     ends = torch.tensor(sorted(stops), device=model.device)
@@ -287,12 +277,10 @@ def _responses(
     kept: KeptSets | None,
     routes: Routes | None,
 ) -> list[Response]:
-    """Make one response for each of R requests, cut after its first stop token, or at its `max_new_tokens`.
+    """Make one response for each of R requests, cut after its first stop token or at its `max_new_tokens`.
 
-    `tokens` and `logprobs` [R, n]: the tokens sampled in n steps, and their log-probabilities. `ends`: token ids that
-    end a response. `version`: the policy version. `kept` [n * R]: the kept sets (the ids from which a token was
-    sampled) of all requests in the first step, then in the second step, and so on. `routes`: the routes (the experts of
-    each token) of the left-padded prompts and of all sampled tokens except those of the last step.
+    `tokens`, `logprobs` [R, n]: the results of n steps. `kept` [n · R]: the kept sets (ids from which a token was
+    sampled), step after step. `routes`: the experts of each token, padding included.
     """
     responses = []
     is_end = torch.isin(tokens, ends).numpy()
@@ -319,8 +307,8 @@ def _responses(
 def _routes_of(routes: Routes, num_steps: int, prompt: int, length: int) -> Routes | None:
     """Return the routes (the experts of each token) of a prompt of `prompt` tokens and its response of `length` tokens.
 
-    `routes` cover the left-padded prompt and the tokens of the first `num_steps` - 1 steps of the batch. The routes of
-    the response's last token are set to unknown.
+    `routes` begin with the left padding, and lack the last of the `num_steps` sampled tokens.
     """
     begin = len(routes) - (num_steps - 1) - prompt
+    # The routes of the response's last token are unknown.
     return merged_routes(routes[begin : begin + prompt + length - 1].copy(), None, prompt + length)

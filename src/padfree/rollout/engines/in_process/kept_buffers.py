@@ -1,12 +1,9 @@
-"""Buffers on the device for the kept sets of decode steps, and their conversion to compact sets on the host.
+"""Buffers on the device for kept sets (the ids from which a token is sampled after top-k, top-p and min-p).
 
-The kept set of a token is the set of ids that truncated sampling (top-k, top-p, min-p) leaves to sample the token from.
+Each decode step writes one mask [V] over the vocabulary for each of L responses. After up to BURST steps,
+`KeptTokens.read_burst` converts the masks to lists of ids on the host.
 
-Each decode step stores a mask over the vocabulary for each response. After each burst of up to BURST steps,
-`KeptTokens.read_burst` converts the masks to lists of ids. `KeptTokens.sets` sorts all lists by request and position.
-
-The buffers have fixed addresses, so that a CUDA graph can capture a step. For L responses in the decode batch and V
-vocabulary entries, the masks take BURST · L · V bytes.
+The buffers have fixed addresses, because CUDA graphs write to them. The masks take BURST · L · V bytes.
 """
 
 from __future__ import annotations

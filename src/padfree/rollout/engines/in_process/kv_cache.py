@@ -1,12 +1,12 @@
-"""The KV cache of a decoder: the keys and values of each layer on one token axis, shared by prompts and responses.
+"""The KV cache of a decoder: prompts and responses share one token axis, and each prompt is stored only once.
 
-    index      0 1 2 | 3 4 5 6 | 7 8 9 10 | 11 …         capacity M
-               prompt   response   response   free        both responses attend to indices 0 1 2, then to their own
+    index     0 1 2     3 4 5 6       7 8 9 10      11 ...
+    holds     prompt    response A    response B    free
 
-    layer      keys [M, Hkv, d]      values [M, Hkv, dv]      layers may differ in Hkv, d and dv
+Both responses attend to the prompt and then to their own tokens. Layers may differ in the number and size of their
+heads.
 
-A prompt is stored once for any number of responses. A response reserves `max_new_tokens` entries when it starts, so
-that nothing is allocated while it is sampled.
+A response reserves `max_new_tokens` entries when it starts. Nothing is allocated while it is sampled.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""The model for sampling in the training process: a new instance of the trained model's class, with the same weights.
+"""The model from which the training process samples: a new instance of the trained model's class.
 
-Compilation, recompute, FSDP2 and adapters change the modules of the trained model, but not those of the sampling model.
+Compilation, recompute, FSDP2 and adapters change the modules of the trained model, but not those of this instance.
 
-If the trained model is unsharded and has the sampler's dtype and device, the sampling model uses the trained model's
-tensors without a copy. Otherwise, the sampling model has an unsharded copy, which every weight sync updates.
+The instance uses the trained model's tensors if they are unsharded and have the sampler's dtype and device. Otherwise,
+it has an unsharded copy, which every weight sync updates.
 
-Adapters of the trained model are merged into a copy of the weights. With `rollout.exact`, they are not merged: the
-sampling model has the same adapters, because sampler and trainer must multiply by the same matrices in the same order.
-
-In a single process with float32 master weights, the trained model computes with bfloat16 copies of these weights, and
-the sampling model shares the copies.
+Adapters are merged into the copy. With `rollout.exact`, the instance has adapters of its own, because merged weights
+give other bits.
 """
 
 from __future__ import annotations
@@ -70,6 +67,7 @@ class PolicyModel:
         return before != self._addresses()
 
     def _can_share(self, trained: PreTrainedModel) -> bool:
+        # Inside `compute_copies`, `theirs` are the bfloat16 copies of float32 master weights.
         theirs, own = named_tensors(trained), named_tensors(self.model)
         return theirs.keys() == own.keys() and all(
             not isinstance(tensor, DTensor) and tensor.dtype == own[name].dtype and tensor.device == self.device

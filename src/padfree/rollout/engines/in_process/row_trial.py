@@ -1,17 +1,13 @@
 """Find batch sizes at which a matmul gives each row of its input the same bits as in the packs of the trainer.
 
-In x [R, K] @ weight.T [K, N], output row i depends only on row i of x. But its bits depend on the order in which the
-library sums over K, and this order may depend on the number of rows R. `trial` therefore multiplies random numbers in
-every shape of the model's layers. For each R, it compares the bits of the output rows with those for R = 16384. For
-example:
+A matmul library chooses the order of a sum by the number of rows R. `trial` therefore multiplies random numbers in
+every shape of the model's layers. It compares the output bits with those for R = 16384. For example:
 
     R       16        64        256      1024 to 12289 (packs of the trainer)
     bits    differ    differ    equal    equal
 
-A decode step then computes 256 rows, even for only 10 responses. The unused rows cost little, because a decode step
-spends most of its time reading the weights from memory.
-
-`is_row_invariant` tests a module without matmuls, such as a LayerNorm, in the same way.
+In this example, a decode step computes 256 rows, even for 10 responses. The unused rows cost little, because reading
+the weights takes most of the time.
 """
 
 from __future__ import annotations
@@ -40,8 +36,8 @@ token other bits.
 PACK_MULTIPLE = 32
 """On a CPU with `rollout.exact`, packs are padded to a multiple of this number of tokens.
 
-PyTorch's sigmoid, SiLU and GELU compute 32 elements at a time with vector instructions. The elements that are left at
-the end of a tensor are computed one by one, with other bits. Tensors of a padded pack have no such rest.
+PyTorch's vector instructions compute 32 elements of an activation at a time. Elements left at the end of a tensor get
+other bits.
 """
 
 REFERENCE_ROWS = 16384
@@ -179,10 +175,10 @@ def agreeing_rows_of_router(
     dtype: torch.dtype,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the batch sizes, out of `rows`, at which the router gives the same output bits as in one large batch.
+    """Return the batch sizes in `rows` at which the router gives the same output bits as for `reference_rows` tokens.
 
-    A copy of `router` with random weights is run on a batch of `reference_rows` random tokens, then on slices of this
-    batch. The result is empty if the router gives other bits in training mode than in evaluation mode.
+    The router is copied and gets random weights. The result is empty if training mode and evaluation mode give
+    different bits.
     """
     generator = torch.Generator(device).manual_seed(0)
     tried: Any = copy.deepcopy(router).to_empty(device=device)
@@ -254,12 +250,10 @@ def agreeing_tokens(
     matmul: GroupedMatmul = grouped_matmul,
     reference_rows: int = REFERENCE_ROWS,
 ) -> frozenset[int]:
-    """Return the token counts, out of `tokens`, at which a grouped matmul gives the same bits as a reference matmul.
+    """Return the token counts in `tokens` at which a grouped matmul gives the same bits as a reference matmul.
 
-    In the reference matmul, each of the E experts multiplies the same `reference_rows` / E random rows. A grouped
-    matmul for T tokens with k experts each has T · k rows. They are drawn at random from the rows of the reference
-    matmul, and divided over the experts in several ways (`divisions`). T is returned only if, for all these ways, every
-    output row has the same bits as in the reference matmul.
+    In the reference matmul, all experts multiply the same random rows. T tokens become T · k rows (k experts per
+    token), divided over the experts in several ways (`divisions`).
     """
     generator = torch.Generator(device).manual_seed(0)
     sizes = (shape.inputs, shape.outputs) if shape.is_transposed else (shape.outputs, shape.inputs)
@@ -286,10 +280,10 @@ def agreeing_tokens(
 
 
 def divisions(rows: int, experts: int) -> Iterator[Tensor]:
-    """Yield ways to divide `rows` rows over `experts` experts. A way is the number of rows of each expert, [E].
+    """Yield ways to divide `rows` rows over `experts` experts: the number of rows of each expert, [E].
 
-    The first way is random. In the following ways, one expert gets most of the rows, and each other expert gets 0, 1,
-    2, 16 or 100 rows. In the last way, the first expert gets all rows.
+    The first way is random. Then one expert gets most rows, and the other experts get at most 100 each. In the last
+    way, one expert gets all rows.
     """
     generator = torch.Generator().manual_seed(0)
     yield torch.bincount(torch.randint(experts, (rows,), generator=generator), minlength=experts)
@@ -322,10 +316,10 @@ class RowChoice(NamedTuple):
 
 
 def choose_rows(num_slots: int, agreeing: Mapping[Shape, Collection[int]]) -> RowChoice:
-    """Choose the batch sizes of decode steps: those at which every matmul and router gives the same bits as in a pack.
+    """Choose the batch sizes of decode steps at which every matmul and router gives the same bits as in a pack.
 
-    `agreeing`: for each matmul and router, the batch sizes with the same bits. The largest chosen size is at least
-    `num_slots`. If no such size exists, `RowChoice.problem` gives the reason.
+    `agreeing`: the batch sizes with the same bits, for each matmul and router. The largest chosen size is at least
+    `num_slots`.
     """
     for shape, rows in agreeing.items():
         name = shape.title
@@ -346,12 +340,11 @@ def candidates(num_slots: int) -> tuple[int, ...]:
 def trial(layers: Iterable[nn.Module], num_slots: int, device: torch.device, dtype: torch.dtype) -> RowChoice:
     """Choose the batch sizes of decode steps at which all matmuls of `layers` give the same bits as in a pack.
 
-    The matmuls are run on the device with random numbers. On a GPU, the grouped matmuls of experts are compared too,
-    and the routers including their choice of experts.
+    The matmuls run on `device` with random numbers. On a GPU, routers and grouped matmuls of experts are tried too.
     """
     layers, rows = list(layers), (*PACK_ROWS, *candidates(num_slots))
     shapes: list[MatmulShape | ExpertShape] = [*matmul_shapes(layers)]
-    if device.type != "cpu":
+    if device.type != "cpu":  # on a CPU, all matmuls of experts have 16 rows (`padfree.model.block_matmuls`)
         shapes += expert_shapes(layers)
     agreeing: dict[Shape, Collection[int]] = {
         shape: _agreeing_on_device(shape, rows, device, dtype) for shape in shapes
@@ -372,8 +365,8 @@ MODULE_REFERENCE_ROWS = 4096
 def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a module [T, ...] -> [T, ...] gives a token the same bits for any number T of tokens.
 
-    A copy of `module` with random weights is run for several T, so `module` may be on the meta device. If the shape of
-    the module's input is not known, the result is False.
+    `module` is copied with random weights, so it may be on the meta device. Return False if the shape of its input is
+    unknown.
     """
     shape = _row_shape(module)
     if shape is None:
@@ -392,14 +385,10 @@ def is_row_invariant(module: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _row_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the shape of one token in the module's input, or None if it is not known.
-
-    For a LayerNorm, for example, this is the shape of its weight. A module whose tensors are all scalars accepts tokens
-    of any shape; for such a module the result is (64,).
-    """
+    """Return the shape of one token in the module's input, or None if it is not known."""
     tensors = [*module.parameters(), *module.buffers()]
     if tensors and all(tensor.numel() == 1 for tensor in tensors):
-        return (64,)
+        return (64,)  # scalars accept tokens of any shape
     weight = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", None) if weight is None else weight.shape
     return None if shape is None else tuple(shape)

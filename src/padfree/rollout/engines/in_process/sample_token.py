@@ -1,14 +1,13 @@
-"""Sample one token for each of L responses from the softmax of its logits, with the Gumbel noise of `sampling_rng`.
+"""Sample one token for each of L responses from the softmax of its logits.
 
-    x = cap(logit_scale · (logits + bias)) / temperature       [L, V]     cap(y) = softcap · tanh(y / softcap)
-    token = argmax(x + noise(key, position, token))            [L]        key: the random key of the response
-    logprob = x[token] - logsumexp(x)                          [L]        position: of the token in the response
+    x = cap(logit_scale · (logits + bias)) / temperature     [L, V]     cap(y) = softcap · tanh(y / softcap)
+    token = argmax(x + noise)                                [L]        noise: Gumbel noise of `sampling_rng`
+    logprob = x[token] - logsumexp(x)                        [L]
 
-The keys and positions are on the device, so a decode step needs nothing from the host.
+The noise is computed on the device from the random key of the response, the position and the token.
 
-On CUDA, `sample_token` runs a Triton kernel; on other devices it runs `reference`. The kernel and `reference` add the
-same float32 noise, but `reference` first subtracts logsumexp(x), so the sums are rounded differently. The sampled token
-can therefore differ only if the two largest sums are equal up to rounding.
+On CUDA, a Triton kernel samples; other devices use `reference`. Kernel and `reference` can sample different tokens only
+if the two largest values of x + noise are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def scaled_logits(logits: Tensor, head: LmHead, temperature: float) -> Tensor:
 
 
 def reference(logits: Tensor, head: LmHead, keys: Tensor, positions: Tensor, temperature: float) -> SampledTokens:
-    """Sample the next token of each of L responses: the reference implementation, in plain torch.
+    """Sample the next token of each of L responses, in plain torch.
 
-    `logits` [L, V]: the products of the hidden states and the LM head. `keys` [L] int64: the random key of each
-    response, from which its noise is computed. `positions` [L] int64: the position of the new token in each response.
+    `logits` [L, V]: the products of hidden states and LM head. `keys` [L] int64: the random key of each response.
+    `positions` [L] int64: the index of the new token in its response.
     """
     scores = torch.log_softmax(scaled_logits(logits, head, temperature), dim=-1)
     tokens = gumbel_argmax(scores, keys, positions)

@@ -81,18 +81,16 @@ class InProcessSampler:
         records_routes: bool = False,
         exact: bool = False,
     ) -> None:
-        """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache; None: at most half of the
-        free device memory.
+        """`stops`: token ids that end a response. `cache_bytes`: size limit of the KV cache. `decodes`: whether to
+        sample with padfree's `Decoder` or with the KV cache of transformers.
 
-        `decodes`: whether to sample with padfree's `Decoder` instead of the KV cache of transformers. None: use the
-        `Decoder` for vision-language models, with `exact`, and on a GPU for every model that the `Decoder` supports.
-
-        `records_routes`: whether responses record the experts of each token. `exact`: whether log-probabilities are
-        bitwise equal to the trainer's. Set `exact` only if `exact_operators.problem` finds no obstacle.
+        `exact`: whether log-probabilities are bitwise equal to the trainer's. Set it only if `exact_operators.problem`
+        returns None.
         """
         self.policy, self.stops, self.temperature, self.batch_size = policy, tuple(stops), temperature, batch_size
         self.truncation = truncation
         self._cache_bytes, self._attention, self._compiled, self._exact = cache_bytes, attention, compiled, exact
+        # None: as `_decodes` says, and always with `exact`.
         self._decodes = (exact or _decodes(policy)) if decodes is None else decodes
         self._cache_use: CacheUse = "padded"
         self._decoder: Decoder | None = None  # made at the first call of `sample`

@@ -1,10 +1,10 @@
-"""Assign requests to slots (places of responses in the decode batch) and to space in the KV cache. Runs on the host.
+"""Assign requests to slots (places of responses in the decode batch) and to space in the KV cache, on the host.
 
-Decode steps run in bursts of up to BURST steps. Between two bursts, responses that have ended are removed, the other
-responses move to the first slots, and waiting requests get the free slots.
+Decode steps run in bursts of up to BURST steps. Between two bursts, responses that have ended are removed, and waiting
+requests get the free slots.
 
-On a GPU, a response that ends with a stop token is removed one burst late, so that the host need not wait for the
-device. A response that reaches `max_new_tokens` is removed at the end of its burst, because the host counts the steps.
+On a GPU, a response that ends with a stop token is removed one burst late. The host therefore need not wait for the
+device.
 """
 
 from __future__ import annotations

@@ -2,22 +2,15 @@
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
 """`decode_attention` as a Triton kernel: the new token of each response attends to the response's cached keys.
 
-A slot is the place of one response in the decode batch. The cached keys of a slot are divided into splits of `span`
-keys, so that no program runs much longer than the others. In this example, a slot has 1101 cached keys:
+The cached keys of a response are divided into splits of `span` keys. One Triton program handles one split. For example,
+with 1101 cached keys and a span of 512:
 
-    split 0   new token, keys    0 ..  511
-    split 1              keys  512 .. 1023
-    split 2              keys 1024 .. 1100
+    split 0     the new token and cached keys 0 to 511
+    split 1     cached keys 512 to 1023
+    split 2     cached keys 1024 to 1100
 
-    grid (slot, key head, split)     a program handles the G query heads of one key head, queries [G, d], with G padded
-                                     to 16 for tl.dot, and reads each key of its split once, BLOCK keys at a time
-
-A program stores its maximum score, the sum of the exponentials, and the weighted sum of the values. A second kernel
-combines the splits of a slot. If no slot has more than `span` keys, there is one split, and the first kernel writes the
-result.
-
-A program reads the number of keys on the device. It ends at once if its split is past the last key. Split 0 takes the
-new token's key and value from the arguments, and also stores them in the cache.
+The grid is (response, key head, split). A program handles all query heads of its key head. A second kernel combines the
+splits.
 """
 
 from __future__ import annotations
@@ -90,7 +83,7 @@ def _attend_kernel(
     group, column, value_column = tl.arange(0, ROWS), tl.arange(0, D_PADDED), tl.arange(0, DV_PADDED)
     row = slot * HEADS * GROUP + head * GROUP + group
     in_group, in_d, in_dv = group < GROUP, column < D, value_column < DV
-    if (split > 0) & (start >= end):
+    if (split > 0) & (start >= end):  # the split is past the last key
         tl.store(peaks + row * SPLITS + split, tl.full((ROWS,), float("-inf"), tl.float32), mask=in_group)
         return
     query = tl.load(q + row[:, None] * D + column[None, :], mask=in_group[:, None] & in_d[None, :], other=0.0)

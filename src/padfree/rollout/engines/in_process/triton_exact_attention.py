@@ -1,16 +1,12 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""Decode attention as a Triton kernel whose results are bitwise equal to flash-attn-4 on a Hopper GPU.
+"""Decode attention as a Triton kernel whose output is bitwise equal to that of flash-attn-4 on a Hopper GPU.
 
-A Triton program handles one key head of one response, with all query heads that share this key head. It computes an
-online softmax over blocks of 128 keys, from the last block to the first.
+A program handles one key head of one response, with all query heads of this key head. It computes an online softmax
+over blocks of 128 keys, from the last block to the first.
 
 To get the same bits, the kernel repeats the arithmetic of flash-attn-4 (`softmax.py` and `flash_fwd_sm90.py` of that
-package): the order of the blocks, the rounding of the scores and exponentials, the approximate reciprocal of the GPU,
-and the sum of the exponentials in four partial sums (`_add_in_order`).
-
-In a run with `rollout.exact`, the kernel is used only if `exact_attention.has_bits_of_trainer` finds the same bits as
-in the trainer's attention.
+package). The rounding, the approximate reciprocal and the order of the sums are the same.
 """
 
 from __future__ import annotations
@@ -85,10 +81,10 @@ def _add16(total, x, ROWS: tl.constexpr):
 
 @triton.jit
 def _add_in_order(total, shares, ROWS: tl.constexpr):
-    """Add the shares (exponentials of scores) of a block of 128 keys, [ROWS, 128], to four sums per row, [ROWS, 4].
+    """Add exponentials of scores, [ROWS, 128], to four sums per row, [ROWS, 4], with the rounding of flash-attn-4.
 
-    The share of key c is added to sum c // 2 % 4. The shares are added in the order of the keys. The rounding is
-    therefore that of flash-attn-4, in which each of four threads computes one sum.
+    The exponential of key c is added to sum c // 2 % 4, in the order of the keys. Each sum belongs to one thread in
+    flash-attn-4.
     """
     x = tl.permute(tl.reshape(shares, (ROWS, 16, 4, 2)), (0, 2, 1, 3))
     first, second = _halves(tl.reshape(x, (ROWS, 4, 32)), ROWS, 32)

@@ -1,14 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""`grouped_linear` (each row is multiplied with its expert's weight) as a Triton kernel.
+"""`grouped_linear` (each row is multiplied with the weight of its expert) as a Triton kernel.
 
-The rows are sorted by expert, and the rows of each expert are divided into blocks of up to ROWS rows. For example, if
-ROWS is 2, experts with 2, 3 and 2 rows have 1, 2 and 1 blocks. A Triton program multiplies one block of rows with one
-tile of columns of the expert's weight.
+The rows are sorted by expert. Each expert's rows are divided into blocks of up to ROWS rows. For example, if ROWS is 2,
+experts with 2, 3 and 2 rows have 1, 2 and 1 blocks. A Triton program multiplies one block with one tile of columns of
+the weight.
 
-The number of rows of each expert is known on the device only (`starts`: the index of each expert's first row, then the
-number of all rows). The grid therefore has enough programs for any division of the rows over the experts. Programs that
-get no block end at once.
+Only the device knows the number of rows of each expert. The grid is therefore large enough for any division of the
+rows.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ class Tiles(NamedTuple):
 def tiles_for(num_rows: int, num_experts: int, element_size: int) -> Tiles:
     """Choose the sizes of the tiles that the Triton programs compute.
 
-    A tile has space for twice the mean number of rows of an expert, but for at least 16 and at most 128 rows. If there
-    are few rows, reading the weights limits the speed. Tiles of fewer than 128 rows therefore get more pipeline stages.
+    A tile has about twice the mean number of rows of an expert, at least 16 and at most 128. Smaller tiles get more
+    pipeline stages, because reading the weights limits the speed.
     """
     rows = min(128, max(16, triton.next_power_of_2(triton.cdiv(2 * num_rows, num_experts))))
     inner = 128 // element_size
@@ -60,7 +59,7 @@ def _multiply_kernel(
     blocks = (last - first + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
     expert = tl.sum((ends <= block).to(tl.int32), axis=0)  # number of experts whose blocks are all before this one
-    if expert >= num_experts:
+    if expert >= num_experts:  # there is no block for this program
         return
     own = experts == expert
     start = tl.sum(tl.where(own, first + (block - ends + blocks) * ROWS, 0), axis=0)

@@ -1,21 +1,17 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # mypy: disable-error-code="assignment, var-annotated", no-warn-unreachable
-"""`sample_token` as a Triton kernel: it reads the logits once, and stores neither scores nor noise.
+"""`sample_token` as a Triton kernel, which reads the logits only once.
 
-For each of L responses, x is the scaled and capped logits [V] divided by the temperature (defined in `sample_token`). A
-program reads `BLOCK` logits of one response, and stores one number in each of five tensors [L, blocks]:
+A program reads `BLOCK` logits of one response. It scales them as in `sample_token`, which gives x. It stores five
+numbers for its block:
 
-    peaks      the maximum of x in the block
-    totals     the sum of exp(x - maximum) over the block
-    bests      the largest x + noise in the block
-    choices    the token with the largest x + noise
+    peaks      the maximum of x
+    totals     the sum of exp(x - maximum)
+    bests      the maximum of x + noise
+    choices    the token with this maximum of x + noise
     chosen     x of this token
 
-A few torch operations then combine the blocks into token [L] and logprob [L].
-
-The noise equals `sampling_rng.gumbel_noise`: 64-bit integer arithmetic that wraps, then two float64 logarithms, whose
-result is rounded to float32. If the float64 logarithms of two libraries differ in the last bit, the float32 results
-differ in about one of 2**28 cases.
+Torch operations then combine the blocks. The noise equals `sampling_rng.gumbel_noise` up to rounding of the logarithms.
 """
 
 from __future__ import annotations
@@ -52,6 +48,7 @@ def _noise(key, position, token):
     at_position = _mixed((key ^ position).to(tl.uint64))
     bits = (_mixed(at_position ^ token.to(tl.uint64)) >> 32).to(tl.uint32)
     uniform = (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    # If float64 logarithms differ in the last bit from torch's, the result differs in about one of 2**28 cases.
     return tl.where(key == GREEDY_KEY, 0.0, -(tl.log(-tl.log(uniform)).to(tl.float32)))
 
 

@@ -1,15 +1,9 @@
 """The transfer of weights in buckets (groups of tensors that are sent together), for the trainer and the servers.
 
-A bucket is a buffer that holds several tensors. Each tensor begins at a multiple of ALIGNMENT bytes. The trainer
-describes the bucket in an API request (`BucketForm`), and broadcasts the buffer or writes the tensors to a file. The
-server receives the tensors with `Receiver.tensors`.
+The trainer describes a bucket in an API request (`BucketForm`). It then broadcasts the tensors or writes them to a
+file, and the server receives them with `Receiver.tensors`.
 
-A bucket holds whole tensors, or the positions and new values of changed elements
-(`padfree.rollout.engines.servers.differences`). If `BucketForm.keep` is true, the server keeps a copy of the whole
-tensors in host memory, to which later changes are applied.
-
-Each server has its own process group with the trainer, with gloo on CPUs and NCCL on GPUs. A server that dies therefore
-does not affect the others, and a restarted server joins a new group. A broadcast reaches all workers of the server.
+Each server has its own process group with the trainer. A server that dies therefore does not affect other servers.
 
 The server imports this module too. Its environment has torch and safetensors, but not all dependencies of padfree.
 """
@@ -31,18 +25,18 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from padfree.rollout.engines.servers.differences import RegionDifference, apply, bits_of, checksum
 
-ALIGNMENT = 64
+ALIGNMENT = 64  # bytes: the offset of each tensor in a bucket is a multiple of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketForm:
-    """Describes a bucket (tensors that are sent together): names, dtypes and shapes of its tensors.
+    """Describes a bucket (tensors that are sent together), so that the server can receive it.
 
-    `file`: the safetensors file that holds the tensors, or None if the tensors are broadcast. `keep`: whether the
-    server keeps a copy of the tensors.
+    `file`: the safetensors file that holds the tensors; None if they are broadcast. `keep`: whether the server keeps a
+    copy.
 
-    `differences`: None if the bucket holds whole weights. Otherwise a list of changed regions of weights. The bucket
-    then holds two tensors for each region: the positions and the new values of the changed elements.
+    `differences`: None for whole tensors, otherwise the changed regions. The bucket then holds two tensors per region:
+    positions and new values.
     """
 
     names: Sequence[str]
@@ -189,11 +183,10 @@ class Receiver:
     def changed(
         self, differences: Sequence[RegionDifference], arrived: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Update the copies of tensors that `keep` has stored, and yield the name and the whole tensor for each.
+        """Apply differences to the tensors that `keep` has stored. Yield the name of each tensor and the whole tensor.
 
-        `differences`: the regions of tensors in which elements have changed. `arrived`: for each of these regions, in
-        order, the encoded positions and the new values of the changed elements. Raise an error if a checksum shows that
-        the updated bits differ from those of the trainer.
+        `arrived`: for each difference, in order, the encoded positions and the new values. Raise an error if a checksum
+        differs from the trainer's.
         """
         encoded = iter(arrived.values())
         for name, regions in groupby(differences, key=lambda difference: difference.name):

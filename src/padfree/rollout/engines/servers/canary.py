@@ -1,21 +1,14 @@
-"""Canary: compare a server's log-probabilities with the trainer's, to verify that a weight sync reached the server.
+"""Canary: check after each weight sync that the server has the trainer's weights.
 
-A canary sequence has fixed tokens, which the server scores at temperature 1, and then a few tokens that the server
-samples at the temperature of the run. The trainer computes log-probabilities of the same tokens.
+Server and trainer compute log-probabilities of fixed tokens, and of a few tokens that the server has sampled. The first
+test limits the mean difference between server and trainer.
 
-The first test is the mean absolute difference between the log-probabilities of server and trainer. If it is above the
-limit for the fixed tokens, the server does not have the weights. If it is above the limit for the sampled tokens, the
-server reports log-probabilities at another temperature than that of sampling; vLLM's option `--logprobs-mode` decides
-this.
+If a training step changes little, a server with old weights passes the first test. The second test compares changes
+since the last weight sync: ds is the change of log-probabilities on the server, and dt the change in the trainer.
 
-If a training step changes the log-probabilities by less than bfloat16 rounding, a server with old weights passes the
-first test. The second test (`canary_followed`) detects such a server. For the fixed tokens, it compares the server's
-change ds of log-probabilities since the previous weight sync with the trainer's change dt:
+    canary_followed = <ds, dt> / <dt, dt>        <,>: the inner product
 
-    followed = <ds, dt> / <dt, dt>        <,>: the inner product
-
-The ratio is about 1 if the server has the new weights, and 0 if it still has the old weights. The server fails if the
-ratio is below 1/2. The test runs only if the trainer's change is large enough compared with rounding.
+The ratio is about 1 with new weights, and 0 with old weights. A ratio below 1/2 is an error.
 """
 
 from __future__ import annotations
@@ -51,10 +44,10 @@ Floats = NDArray[np.float64]
 
 
 def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[list[int]]:
-    """Return the fixed token sequences with which the canary checks weight syncs, each of at most `longest` tokens.
+    """Return the fixed token sequences of the canary (a check that a server has the trainer's weights).
 
-    The sequences are tokens of ordinary text. They are random ids instead if the tokenizer gives too few tokens for the
-    text, too many unknown tokens, or ids that are not in the model's vocabulary.
+    They are ordinary text, or random ids if the tokenizer does not fit the text. `longest`: maximum number of tokens of
+    a sequence, including the tokens that the server samples after it.
     """
     length = max(2, min(LENGTH, longest - NUM_SAMPLED))
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
@@ -97,8 +90,8 @@ class CanaryScores:
 class Canary:
     """Verifies a weight sync: compares the log-probabilities of each server with those of the trainer.
 
-    A second test compares the change of the log-probabilities since the previous weight sync, on the server and in the
-    trainer. The log-probabilities of a weight sync are therefore kept until the next one.
+    A second test compares the changes on server and trainer. The log-probabilities are therefore kept until the next
+    weight sync.
     """
 
     def __init__(self, limit: float, api: type[ServerApi]) -> None:
@@ -116,7 +109,7 @@ class Canary:
         samples = [Sample(tokens=np.array(tokens)) for sequences in scored.values() for tokens, _ in sequences]
         if not samples:
             return {}
-        plain = score(samples, 1.0)
+        plain = score(samples, 1.0)  # servers score the fixed tokens at temperature 1
         heated = plain if temperature == 1.0 else score(samples, temperature)
         trainer = [
             [*cold[1 : len(cold) - NUM_SAMPLED], *hot[len(hot) - NUM_SAMPLED :]]
@@ -148,6 +141,7 @@ class Canary:
                 f"per token ({server.fixed.mean():.4f} instead of {trainer.fixed.mean():.4f}), more than "
                 f"{self.limit:g}; {fix}"
             )
+        # The server may report log-probabilities at another temperature, e.g. because of vLLM's `--logprobs-mode`.
         if not sampled_difference <= self.limit:
             raise UserError.of(
                 f"{what}, but its log-probabilities of sampled tokens differ by {sampled_difference:.3g} per token "
@@ -165,10 +159,10 @@ class Canary:
         return metrics
 
     def _followed(self, url: str, server: CanaryScores, trainer: CanaryScores) -> float | None:
-        """Return the ratio by which the server's log-probabilities followed the trainer's since the last weight sync.
+        """Return how far the server's log-probabilities followed the trainer's since the last weight sync.
 
-        The result is about 1 if the server has the new weights, and about 0 if it has the old weights. Return None at
-        the first weight sync, or if the trainer's change is too small compared with rounding.
+        About 1: the server has the new weights. About 0: it has the old weights. None: this is the first weight sync,
+        or the trainer's change is too small compared with rounding.
         """
         if url not in self._previous:
             return None

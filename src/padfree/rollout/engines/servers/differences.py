@@ -1,26 +1,19 @@
 """Weight sync by differences: send only the elements of a tensor that have changed since the last weight sync.
 
-    kept       3 3 3 3 3 3 3 3     bits of a region of a tensor that the server already has
-    new        3 3 7 3 3 3 9 3     bits of the same region in the trainer
+    server      3 3 3 3 3 3 3 3
+    trainer     3 3 7 3 3 3 9 3     elements 2 and 6 have changed
 
-In this example, the elements 2 and 6 have changed. The trainer sends their new bits (7 9), so the result is exact, and
-their positions in one of four encodings:
+The trainer sends the new bits (7 9) and the encoded positions. `encode` chooses the smallest encoding:
 
-    encoding   positions sent        meaning
-    "gaps8"    2 3                   the number of unchanged elements before each changed element, as a byte. The byte
-                                     255 stands for 255 unchanged elements, and the next byte continues the count
-    "gaps16"   2 3                   the same with 16 bits, and 65535 instead of 255
-    "bitmap"   0b01000100            one bit per element
-    "whole"    none                  all elements are sent, changed or not
+    encoding    positions     meaning
+    "gaps8"     2 3           the number of unchanged elements before each changed element, as a byte
+    "gaps16"    2 3           the same, as two bytes
+    "bitmap"    0b01000100    one bit per element
+    "whole"     none          all elements are sent
 
-`encode` chooses the encoding with the fewest bytes. The data sent is therefore never larger than the region itself. If
-1% of the elements of a bfloat16 region change, a position takes about 1.1 bytes with "gaps8". Positions and values
-together are then 1.5% of the bytes of the region.
+If 1% of the elements of a bfloat16 tensor change, the data sent is 1.5% of the tensor's bytes.
 
-The server verifies the update with `checksum`, a checksum of the bits of the whole region. The contribution of each
-element depends on its position, and a single wrong element always changes the checksum.
-
-The server imports this module too. The server's environment has torch, but not all dependencies of padfree.
+The server imports this module too. Its environment has torch, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
@@ -45,13 +38,10 @@ _STEP, *_FACTORS = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF5847
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionDifference:
-    """Describes which region of a tensor has changed since the last weight sync, and how the change is encoded.
+    """Describes a changed region of a tensor. Positions and new values of the changed elements are sent separately.
 
-    The region has the shape `shape` and begins at the index `start` of the tensor `name`. `encoding`: the encoding of
-    the positions of the changed elements. `checksum`: the checksum of the whole region after the change.
-
-    The positions and new values of the changed elements are not part of this object. They are sent as two consecutive
-    tensors.
+    `start`: the index at which the region begins. `encoding`: the encoding of the positions. `checksum`: the checksum
+    of the whole region after the change.
     """
 
     name: str
@@ -71,13 +61,13 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def encode(kept: Tensor, new: Tensor) -> tuple[str, Tensor, Tensor]:
-    """Return the change from the integers `kept` [n] to the integers `new` [n], in as few bytes as possible.
+    """Encode the change from the integers `kept` [n] to the integers `new` [n], in as few bytes as possible.
 
-    The change consists of the name of an encoding (see the module docstring), the positions of the changed elements in
-    this encoding, and the new values of these elements.
+    Return the name of the encoding, the encoded positions of the changed elements, and their new values.
     """
     changed = kept != new
     size, number = new.element_size(), int(changed.count_nonzero())
+    # Because of "whole", the data sent is never larger than the region.
     sizes = {"whole": new.numel() * size, "bitmap": -(-new.numel() // 8) + number * size}
     gaps = None
     if number * size < sizes["whole"] and number < sizes["bitmap"]:  # a gap takes at least one byte
@@ -154,8 +144,7 @@ def checksum(bits: Tensor) -> int:
 def _mixed(words: Tensor, begin: int) -> Tensor:
     """Return the sum modulo 2^64 of the hashes of the 64-bit words [n]. Word i has the position `begin` + i.
 
-    The hash of a word depends on its bits and on its position. The hash function, that of the generator splitmix64, is
-    a bijection, so that a change of one word always changes the sum.
+    For each position, the hash (splitmix64) is a bijection. A change of one word therefore always changes the sum.
     """
     mixed = torch.arange(begin, begin + len(words), device=words.device).mul_(_STEP).add_(words)
     for shift, factor in zip((30, 27), _FACTORS, strict=True):

@@ -1,25 +1,10 @@
 """A pool of servers: each request goes to the least loaded server, and a failed request goes to another server.
 
-If a server fails, its requests go back to the front of the queue. The pool does not use the server for 0.5 s. This
-pause doubles with each further failure in a row, up to 15 s.
+- A server that fails gets no requests for 0.5 s. This pause doubles with each further failure in a row, up to 15 s.
+- A server with requests in flight is probed every few seconds. If it hangs, its requests are cancelled and retried.
+- During a weight sync, `Gate` holds new requests back. A request that fails then is retried.
 
-`Pool.run_all` processes one batch of requests. The method ends when every request has a response, or when no server has
-the weights of the policy any more, e.g. because all have restarted. In the second case, the caller sends the weights
-again and runs the missing requests again. A request gets exactly one response, because it is retried only after its
-connection has ended.
-
-`Pool.start_queue` processes requests in order for as long as the run lasts. If a weight sync interrupts a response, the
-request is sent again after the weight sync. With `continues`, the response keeps its tokens and is continued.
-Otherwise, it starts again. `Pool.drain` waits until no response is in progress, so that the next weight sync interrupts
-none. If no server has the weights any more, the queue is `stuck` until the next weight sync.
-
-While requests are in flight, the pool asks each server for its policy version every few seconds. If a server does not
-answer in time, its requests are cancelled and go to another server.
-
-During a weight sync, `Gate` holds new requests back. A request that fails during a weight sync is retried. This does
-not count as a failure of the server, because the weight sync itself finds out which servers work.
-
-All code of this module runs on the event loop for the servers. Any thread may read `RequestQueue.stuck` and `error`.
+All code runs on the event loop for the servers. Any thread may read `RequestQueue.stuck` and `RequestQueue.error`.
 """
 
 from __future__ import annotations
@@ -210,11 +195,10 @@ class RequestQueue:
         return retried
 
     async def run(self) -> None:
-        """Process the requests of this queue.
+        """Process requests. A fixed batch ends when all are answered, or when no server has the weights any more.
 
-        An endless queue runs until its task is cancelled. A fixed batch runs until all requests are answered, or until
-        no server has the weights any more. An error cancels the requests in flight, ends the queue and is stored in
-        `error`. With a fixed batch, this method also raises the error.
+        An endless queue runs until its task is cancelled. An error ends the queue and is stored in `error`. A fixed
+        batch also raises the error.
         """
         watching = [asyncio.create_task(self._watch(state)) for state in self._pool.states]
         try:
@@ -330,7 +314,7 @@ class RequestQueue:
                 self._pool.changed.set()
 
     def _requeue(self, number: int) -> None:
-        self.retried += 1
+        self.retried += 1  # the request's connection has ended, so a request gets only one response
         self._queue.appendleft(number)
 
     def _failed(self, state: _ServerState, error: ServerLostError) -> None:

@@ -1,11 +1,10 @@
 """Read the kept sets (the token ids from which each token was sampled) that a server returns with a response.
 
-The server returns the ids that top-k, top-p and min-p leave for each token, in any order. `KeptSets` stores the ids
-sorted. A set of more than half of the vocabulary is stored as the ids that are not in the set, each as -1 - id. For
-example, [-1] stands for all ids except 0.
+`KeptSets` stores the ids of a set in ascending order. If a set has more than half of the vocabulary, it stores the ids
+outside the set instead, each as -1 - id. For example, [-1] stands for all ids except 0.
 
-If `rollout.min_new_tokens` is the only truncation, the server need not return sets: the stop tokens are excluded for
-the first `min_new_tokens` tokens of a response, and nothing is excluded for later tokens.
+If `rollout.min_new_tokens` is the only truncation, the server need not return sets. Only stop tokens are excluded then,
+and only for the first `min_new_tokens` tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def read_kept_sets(
 ) -> KeptSets:
     """Return the kept set (the ids from which a token was sampled) of each of the sampled `tokens`.
 
-    `lists`: the sets that the server returned. They are ignored if `rollout.min_new_tokens` is the only truncation.
-    Raise an `IncompleteError` if a list is invalid, or if a token is not in its set.
+    `lists`: the sets that the server returned, not used if only `rollout.min_new_tokens` truncates. Raise an
+    `IncompleteError` if a list is invalid or lacks its token.
     """
     if not sampling.truncation.depends_on_logits:
         positions = request.num_earlier + np.arange(len(tokens))

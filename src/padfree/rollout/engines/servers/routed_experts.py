@@ -1,11 +1,10 @@
-"""Read the routes (the experts that each token used) that a server returns with a completion.
+"""Read the routes (the experts that each token used) that a vLLM server returns with a completion.
 
-For n prompt tokens and m sampled tokens, vLLM returns base64 of a .npy file with unsigned integers [n + m - 1, L, k],
-where L is the number of decoder layers, and k the number of experts that a token uses in a layer. The last token was
-never an input, so it has no routes. `read_routed_experts` returns an array [n + m, R, k] for the R layers with experts.
+vLLM returns base64 of a .npy file with unsigned integers [n + m - 1, L, k] for n prompt tokens, m sampled tokens, L
+decoder layers and k experts per token. The last sampled token was never an input, so it has no routes.
 
-vLLM returns k zeros for a token that it did not compute. A router never chooses an expert twice for a token, so the
-routes of a token with a repeated expert are set to unknown.
+vLLM returns k zeros for a token that it did not compute. No router chooses an expert twice, so routes with a repeated
+expert are set to unknown.
 """
 
 from __future__ import annotations

@@ -1,21 +1,14 @@
 """The `Sampler` for inference servers.
 
-- `update_weights`: all ranks gather the weights, and rank 0 sends them to every server that answers. Then the canary (a
-  comparison of log-probabilities) verifies that each server has the weights.
-- `sample`: each rank sends its own requests, and returns exactly one response for each. If no server has the weights
-  any more, e.g. because all have restarted, rank 0 waits until a server answers. The weights are sent again, and only
-  requests without a response are repeated.
-- `sleep`: with `rollout.colocated`, servers and trainer share GPUs. The servers release their GPU memory for training,
-  and allocate it again in the next `update_weights`.
+- `update_weights`: rank 0 sends the weights to every server that answers. The canary (a comparison of
+  log-probabilities) then verifies each server.
+- `sample`: each rank sends its own requests to the servers. If no server has the weights any more, rank 0 sends them
+  again. Only requests without a response are repeated.
+- `sleep`: with `rollout.colocated`, the servers release their GPU memory for training.
 
-A server that fails during a weight sync, or is down at that time, is not used until the next weight sync.
+A server that fails during a weight sync is not used until the next weight sync.
 
-With `rollout.staleness` above 0, servers answer requests while other threads train, and a weight sync interrupts the
-responses in progress. By default, such a response keeps its tokens and is continued with the new weights: the server
-gets the prompt and these tokens as the new prompt. Without staleness, all tokens of a response are sampled from the
-weights of the last `update_weights`.
-
-All requests run on one event loop in its own thread. Collectives stay in the main thread.
+Requests run on one event loop in its own thread. Collectives stay in the main thread.
 """
 
 from __future__ import annotations
@@ -114,11 +107,10 @@ class ServerSampler:
             self._send_weights()
 
     def sleep(self) -> None:
-        """Make the servers release their GPU memory, so that the trainer can use it until `update_weights`. Collective.
+        """Make the servers release their GPU memory until the next `update_weights`. Collective.
 
-        If a server that this run started fails, wait up to `timeout` seconds for its restart, and make it release its
-        memory too. After this method, no server is restarted until `update_weights`, because a starting server
-        allocates GPU memory. Give a warning for each server that did not confirm the release.
+        If a server that this run started fails, wait up to `timeout` seconds for its restart. Give a warning for each
+        server that did not confirm the release.
         """
         assert self.colocated, "rollout.colocated is false"
         begin = time.perf_counter()
@@ -127,6 +119,7 @@ class ServerSampler:
         if self._first:
             try:
                 lost = self.loop.run(self._put_to_sleep())
+                # Servers are not restarted until `update_weights`, because a starting server allocates GPU memory.
                 if self.launcher is not None:
                     self.loop.run(self.launcher.probe_lock.acquire())
                 self._asleep = True
@@ -220,10 +213,10 @@ class ServerSampler:
         self._sync_metrics[name] = self._sync_metrics.get(name, 0.0) + value
 
     async def _wait_for_server(self, deadline: float, lost: Mapping[str, str]) -> str | None:
-        """Wait until at least one server answers, and return None. Rank 0 only.
+        """Wait until a server answers, and return None. Return an error message if none answers in time. Rank 0 only.
 
-        Return an error message if no server answers before `deadline`, or at once if `deadline` has passed and `lost`
-        is not empty. `lost`: why the last attempt to send the weights failed, by URL of the server.
+        `deadline`: the end of the wait on the clock `time.monotonic`. `lost`: why the last attempt to send the weights
+        failed, by URL of the server.
         """
         if lost and time.monotonic() > deadline:
             return self._timed_out(lost)
@@ -242,10 +235,10 @@ class ServerSampler:
             await asyncio.sleep(1.0)
 
     def _verified(self, servers: Sequence[ServerApi], lost: dict[str, str]) -> list[ServerApi]:
-        """Return the servers that have the trainer's weights, as the canary (a comparison of log-probabilities) shows.
+        """Return the servers whose log-probabilities show that they have the trainer's weights. Collective.
 
-        Collective. On rank 0, an error message for each server that failed is added to `lost`, keyed by URL. If a
-        server answers but has other weights than the trainer, a `UserError` is raised, which ends the run.
+        Raise a `UserError` if a server has other weights. On rank 0, add to `lost` the error message of each server
+        that failed, by URL.
         """
         scored: dict[str, ScoredSequences] = {}
         error = None

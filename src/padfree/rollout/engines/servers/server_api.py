@@ -1,21 +1,13 @@
-"""`ServerApi`: the interface between padfree and an inference server. A subclass implements it for each engine.
+"""`ServerApi`: the interface between padfree and an inference server, with one subclass for each engine.
 
-    check                   check that the server fits the run; return the name that the server uses for the model
-    version                 return the policy version of the server's weights; None if it has received no weights
-    complete, score         sample a response; compute log-probabilities of given tokens
-    pause, resume           interrupt all responses in progress and delay new requests; end the pause
-    join                    connect the workers of the server to the trainer
-    begin, bucket, finish   begin a weight sync; receive a bucket (a group of weight tensors); end the weight sync
-    command, environment    return the command line and the environment variables with which a run starts a server
+All coroutines run on one event loop. A weight sync calls `pause`, `join` (for a new server), `begin`, `bucket` for each
+group of weight tensors, `finish` and `resume`.
 
-All coroutines run on one event loop.
+There are two kinds of errors:
 
-There are two kinds of failure:
-
-- `ServerLostError`: the server is gone, hangs, or returns an error or an incomplete answer. The request can be repeated
-  on another server, or later.
-- `UserError`: a repeated request would fail again, e.g. because the server has another vocabulary than the run. Only
-  the user can fix it.
+- `ServerLostError`: the server is gone, hangs, or gives an incomplete answer. The request can be repeated, also on
+  another server.
+- `UserError`: only the user can fix it. For example, the server has another vocabulary than the run.
 """
 
 from __future__ import annotations
@@ -160,13 +152,10 @@ class ServerApi(ABC):
     async def complete(
         self, request: SamplingRequest, sampling: SamplingSettings, *, model: str, version: int, salt: str
     ) -> Completion:
-        """Sample a response with the seed `request.key`. The key `GREEDY` means greedy decoding.
+        """Sample a response with the weights of `version` and the seed `request.key` (`GREEDY`: greedy decoding).
 
-        If the class has `takes_truncation`, tokens are sampled from the softmax as `sampling.truncation` truncates it
-        (top-k, top-p, min-p). Otherwise, tokens are sampled from the full softmax.
-
-        All tokens must be sampled from the weights of `version` (see `need_version`). The server may reuse cached keys
-        and values only for requests with the same `salt` and version. `model`: the model's name on the server.
+        Raise an error if the server has another version. Reuse cached keys and values only for requests with the same
+        `salt` and version. `model`: the model's name on the server.
         """
 
     @abstractmethod

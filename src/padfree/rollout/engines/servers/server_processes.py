@@ -1,15 +1,15 @@
-"""Servers that a run starts itself, and a task that restarts servers that have ended or hang.
+"""Servers that a run starts itself, and a task that restarts them.
 
-    rollout.launch.command   python -m vllm.entrypoints.openai.api_server --enforce-eager
-    rollout.launch.devices   "0", "1"                            one server for each entry
-      -> server 0            ... --model M --port 40117 --weight-transfer-config ...    CUDA_VISIBLE_DEVICES=0
-      -> server 1            the same with another port and CUDA_VISIBLE_DEVICES=1
+A run starts one server for each entry of `rollout.launch.devices`:
 
-The engine appends the options that the run needs to the command (`ServerApi.command`). The output of server 0 goes to
-`servers/0.log` in the run folder. Each server has a watchdog (`watchdog`), which stops it when the run ends.
+    command    `rollout.launch.command`, and the options that the run needs (`ServerApi.command`)
+    devices    the entry, as CUDA_VISIBLE_DEVICES
+    output     `servers/0.log` (for the first entry) in the run folder
 
-A server that ends, or does not answer a probe within PROBE seconds, is restarted after a pause of 1, 2, 4, ... seconds,
-at most LONGEST_PAUSE. The restarted server receives the weights of the run at the next weight sync.
+A server that has ended is restarted after a pause of 1, 2, 4, ... seconds. A server that hangs is stopped and restarted
+at once. The next weight sync sends the weights to a restarted server.
+
+Each server has a watchdog (`watchdog`), which stops the server when the run ends.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from padfree.rollout.engines.servers.server_api import ServedModel, ServerApi, S
 
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
-"""`EVERY`: seconds between two checks of a server. `PROBE`: seconds within which a server must answer a check.
-`LONGEST_PAUSE`: maximum seconds between the end of a server and its restart. `GRACE`: seconds to wait for a watchdog
-(the process that stops a server) to exit, before it is killed."""
+"""`EVERY`: seconds between two checks of a server. `PROBE`: time limit of a check in seconds. `LONGEST_PAUSE`: maximum
+seconds before a server is restarted. `GRACE`: seconds after which a watchdog that does not exit is killed."""
 MAX_FAILED_STARTS = 3
 """The run ends if a server process exits this many times in a row before it has answered a single request."""
 

@@ -1,14 +1,12 @@
-"""A process between a run and a server that the run started. It stops the server when the run ends.
+"""A watchdog: a process that stops a server when the run that started the server ends.
 
-    run ──pipe──▶ watchdog ──▶ server and its workers, in a session of their own
+    run ──pipe──▶ watchdog ──▶ server and its workers
 
-    python watchdog.py COMMAND ...        standard input is the pipe; the server inherits standard output and error
+If the run ends, even by kill -9, the pipe closes. The watchdog then sends SIGTERM to the process group of the server,
+and SIGKILL after GRACE seconds. If the server ends, the watchdog exits with the server's status.
 
-If the run ends, even by kill -9, the pipe closes. The watchdog then sends SIGTERM to the session of the server, and
-SIGKILL after GRACE seconds. If the server ends, the watchdog exits with its status.
-
-The module is run as a file and imports only the standard library, so that it starts in milliseconds. The watchdog has a
-session of its own: Ctrl-C in a terminal reaches only the run, which finishes its step.
+This file runs as a script: `python watchdog.py COMMAND ...`. It imports only the standard library, so that it starts in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(command: list[str]) -> int:
     parent = os.getppid()
-    os.setsid()
+    os.setsid()  # Ctrl-C in a terminal then reaches only the run, which finishes its step
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # runs `finally` below
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_watchdog)
     try:

@@ -3,13 +3,8 @@
 `WeightStream` yields whole tensors with the names and shapes of HF files. All ranks gather each tensor in turn. Rank 0
 holds one layer and one bucket of about BUCKET bytes at a time.
 
-`SentWeights` yields only the elements that have changed since the last weight sync: their positions and new values, and
-a checksum. Each rank compares its shard on the device with a copy in host memory of what was sent last. The copy has
-the size of the shard in `model.dtype`. Rank 0 gathers the changed elements of all ranks.
-
-Some tensors cannot be compared shard by shard: HF files store them in another layout than the model (e.g. one tensor
-per expert), or adapters must be merged into them. These tensors are gathered, and the tensors of layer i are compared
-on rank i modulo the number of ranks.
+`SentWeights` yields only the elements that have changed since the last weight sync, with a checksum. Each rank compares
+its shard with what it sent last, a copy in host memory with the size of the shard in `model.dtype`.
 """
 
 from __future__ import annotations
@@ -145,12 +140,10 @@ class SentWeights:
         self.version = version
 
     def buckets(self, model: PreTrainedModel, version: int, *, size: int = BUCKET) -> Iterator[Bucket]:
-        """Yield the differences between the weights that were last sent and the current weights.
+        """Yield buckets (tensors that are sent together) of the weight elements that have changed since the last sync.
 
-        The current weights are kept for the next call.
-
-        All ranks must exhaust the iterator. Rank 0 yields buckets (tensors that are sent together) with the differences
-        of all ranks; the other ranks yield empty buckets.
+        All ranks must exhaust the iterator. Rank 0 yields the changes of all ranks. The other ranks yield empty
+        buckets.
         """
         self.version = None  # invalid until all new bits are kept
         encoded: list[_Encoded] = []
@@ -180,6 +173,7 @@ class SentWeights:
             for name in names:
                 tensor, dtype = tensors[name], self.stream.dtype_of(name, tensors[name])
                 num_bytes += tensor.numel() * dtype.itemsize
+                # Compare whole tensors if HF files have another layout, or if adapters must be merged.
                 if is_adapted or name not in self._names:
                     whole = gatherers[name]()
                     if number % world == rank:

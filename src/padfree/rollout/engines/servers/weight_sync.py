@@ -1,17 +1,11 @@
-"""Weight sync: send the weights of a model, sharded or not, to the servers.
+"""Weight sync: send the weights of a model to the servers.
 
-    weight_stream     buckets of whole tensors, or of differences from the last weight sync
-      -> transport    "group"   a broadcast to the workers of each server, in a separate process group
-                      "files"   a safetensors file that all servers read; it is removed afterwards
+Rank 0 sends each bucket (a group of tensors) to all servers concurrently: by broadcast (`GroupTransport`), or in a file
+that the servers read (`FilesTransport`). Gathering is collective, so all ranks iterate over all tensors even if servers
+fail.
 
-    main thread       gather | bucket 0 ............ | gather | bucket 1 ...     collectives; waits for the servers
-    event loop                 server 0: bucket, server 1: bucket                all servers concurrently
-
-Gathering is collective, so all ranks iterate over all tensors even if servers fail. If the engine supports adapters,
-only the adapters are sent, as files. Otherwise the adapters are merged into the weights that are sent.
-
-With `SentWeights`, a server receives differences if it confirmed the last weight sync. A server that restarted, missed
-a weight sync, or cannot apply the differences receives all weights in the same weight sync.
+A server that confirmed the last weight sync may receive only what has changed (`SentWeights`). Other servers receive
+all weights. Adapters are merged into the weights, or sent alone if the engine supports adapters.
 """
 
 from __future__ import annotations
@@ -138,15 +132,13 @@ class GroupTransport:
 
 
 async def call_during(server: ServerApi, call: Awaitable[None], function: Callable[[], Any]) -> Any:
-    """Await `call`, a request to the server, while `function` runs in a thread; return the result of `function`.
+    """Await `call`, a request to the server, while `function` runs in a thread. Return the result of `function`.
 
-    `call` and `function` are two sides of one collective, so the server answers when both are done. An error on either
-    side is raised. If the server rejects the call at once, `function` runs on in its thread until the collective times
-    out.
+    `call` and `function` are the two sides of one collective. An error on either side is raised.
     """
     running = asyncio.get_running_loop().run_in_executor(None, function)
     running.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may never be awaited
-    await call
+    await call  # if the server rejects the call, `function` runs on until the collective times out
     try:
         return await running
     except (RuntimeError, ValueError) as error:  # raised by the connection; any other exception is a bug
@@ -224,17 +216,13 @@ class SyncOutcome:
 
 @dataclass(kw_only=True, eq=False)
 class WeightSync:
-    """Sends the weights of a model to servers. Every rank has one, and its calls are collective.
-
-    `first`: whether this is rank 0. `sent`: a copy of the weights sent last, so that only elements that have changed
-    since then are sent. None: whole tensors are sent.
-    """
+    """Sends the weights of a model to servers. Every rank creates one. `send` is collective."""
 
     servers: Sequence[ServerApi]
     loop: LoopThread
     mesh: Mesh
     stream: WeightStream
-    sent: SentWeights | None
+    sent: SentWeights | None  # the weights that were sent last, to send only changes; None: send whole tensors
     transport: GroupTransport | FilesTransport
     folder: Path
     base: str  # the folder of the model without adapters
