@@ -50,6 +50,8 @@ from padfree.record.trackers import require_trackers
 from padfree.rollout import stop_tokens
 from padfree.rollout.engines import check_engine_name
 from padfree.rollout.engines.in_process.sampler import check_samples_images
+from padfree.rollout.engines.servers.start import check_image_inputs
+from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.tasks.reading import TrainingData
@@ -211,6 +213,8 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
     limits = ModelLimits.of(model)
     if config.model.vision and config.rollout.source is not None:
         check_samples_images(model)
+        if config.rollout.engine == "vllm":
+            check_image_inputs(VllmServer, config, model)
     path = config.reference.path
     if path is not None and path != config.model.path:
         reference = _checked_model(config, path, "reference.path", "weights")

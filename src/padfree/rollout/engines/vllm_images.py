@@ -1,67 +1,64 @@
-"""Routes of a vLLM server for prompts with images. `vllm_plugin` adds them in the server.
+"""Images in prompts for vLLM servers: routes that the plugin adds to a server, and the client that calls them.
 
-    GET  /padfree/images      whether the server can read images
-    POST /padfree/images      store the inputs of the vision tower for one image, under the image's digest
-    POST /padfree/generate    /inference/v1/generate with stored images; returns {"missing": digests} if some are unknown
+    GET  /padfree/images      options of the server that concern images
+    POST /padfree/images      store one image: the inputs of the vision tower, and a digest that identifies them
+    POST /padfree/generate    /inference/v1/generate for a prompt that shows stored images
 
-The trainer sends the arrays that its own processor made. Server and trainer therefore encode the same pixels, and a
-prompt has the same token ids on both sides. An image travels once, however many responses are sampled for it.
+The trainer sends the arrays of its own processor. Both sides therefore encode the same pixels, and a prompt has the
+same token ids on both sides. Each image is sent once to a server, however many responses are sampled for it.
 
-The server's environment has torch and safetensors, but not all dependencies of padfree.
+The server imports this module. The server's environment has torch and safetensors, but not all dependencies of padfree.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
 
+if TYPE_CHECKING:
+    from padfree.images import Image
+
 STORE, GENERATE = "/padfree/images", "/padfree/generate"
 MAX_BYTES = 4 << 30
-"""The images that a server stores have at most this size. The images that were not used for longest are dropped."""
+"""The images that a server process stores have at most this size in total."""
+ATTEMPTS = 3
+
+Inputs = Mapping[str, torch.Tensor]
 
 
 class StoredImages:
-    """The tower's inputs of images, by digest. Images that were not used for longest are dropped."""
+    """The tower's inputs of images, by digest. Over `max_bytes`, the images that were not used for longest go."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
-        self._inputs: OrderedDict[str, dict[str, torch.Tensor]] = OrderedDict()
+        self._inputs: OrderedDict[str, Inputs] = OrderedDict()
 
-    def add(self, digest: str, inputs: dict[str, torch.Tensor]) -> None:
-        self._num_bytes += _size(inputs) - _size(self._inputs.pop(digest, {}))
+    def add(self, digest: str, inputs: Inputs) -> None:
+        self._num_bytes += _num_bytes(inputs) - _num_bytes(self._inputs.pop(digest, {}))
         self._inputs[digest] = inputs
         while self._num_bytes > self._max_bytes and len(self._inputs) > 1:
-            self._num_bytes -= _size(self._inputs.popitem(last=False)[1])
+            self._num_bytes -= _num_bytes(self._inputs.popitem(last=False)[1])
 
-    def get(self, digest: str) -> dict[str, torch.Tensor] | None:
+    def get(self, digest: str) -> Inputs | None:
         if digest in self._inputs:
             self._inputs.move_to_end(digest)
         return self._inputs.get(digest)
 
 
-def _size(inputs: Mapping[str, torch.Tensor]) -> int:
+def _num_bytes(inputs: Inputs) -> int:
     return sum(tensor.nbytes for tensor in inputs.values())
 
 
-def packed_inputs(inputs: Mapping[str, Any]) -> str:
-    """Return the tower's inputs of an image as text, for a JSON body. `stored_inputs` reads it."""
-    tensors = {name: torch.as_tensor(array).contiguous() for name, array in inputs.items()}
-    return base64.b64encode(safetensors.torch.save(tensors)).decode()
-
-
-def stored_inputs(text: str) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load(base64.b64decode(text))
-
-
 def add_image_routes() -> None:
-    """Add the routes to vLLM's router of /inference/v1/generate. Older versions of vLLM without that router get none.
+    """Add the routes to vLLM's router of /inference/v1/generate, which a server has if --enable-scale-out is set.
 
-    The routes exist only in servers that are started with --enable-scale-out.
+    Versions of vLLM that lack this router, or cannot read images there, get no routes.
     """
     try:
         from vllm.entrypoints.scale_out.token_in_token_out import api_router
@@ -76,21 +73,15 @@ def add_image_routes() -> None:
         return
     images = StoredImages()
 
-    def processor(request: Any) -> Any:
-        return api_router.generate_tokens(request).online_renderer.renderer.get_mm_processor()
-
-    def encoded(request: Any, inputs: dict[str, torch.Tensor]) -> str:
-        fields = processor(request)._get_mm_fields_config(inputs, {})
-        (item,) = MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"]
-        return str(encode_mm_kwargs_item(item))
-
-    async def ready(request: Any) -> Any:
-        return JSONResponse({"processor": type(processor(request)).__name__})
+    async def options(request: Any) -> Any:
+        settings = getattr(api_router.generate_tokens(request).model_config, "multimodal_config", None)
+        normalizes = bool(getattr(settings, "mm_device_do_normalize", False))
+        return JSONResponse({"reads_images": settings is not None, "normalizes": normalizes})
 
     async def store(request: Any) -> Any:
         body = await request.json()
-        images.add(body["digest"], stored_inputs(body["inputs"]))
-        return JSONResponse({"digest": body["digest"]})
+        images.add(body["digest"], _unpacked(body["inputs"]))
+        return JSONResponse({})
 
     async def generate(request: Any) -> Any:
         body = await request.json()
@@ -99,13 +90,75 @@ def add_image_routes() -> None:
         missing = [digest for digest, inputs in found.items() if inputs is None]
         if missing:
             return JSONResponse({"missing": missing})
+        processor = api_router.generate_tokens(request).online_renderer.renderer.get_mm_processor()
+        items = []
+        for image in shown:
+            inputs = found[image["digest"]]
+            fields = processor._get_mm_fields_config(inputs, {})
+            items += MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"]
         body["features"] = {
             "mm_hashes": {"image": [image["key"] for image in shown]},
             "mm_placeholders": {"image": [{"offset": image["offset"], "length": image["length"]} for image in shown]},
-            "kwargs_data": {"image": [encoded(request, found[image["digest"]]) for image in shown]},
+            "kwargs_data": {"image": [encode_mm_kwargs_item(item) for item in items]},
         }
         return await api_router.generate(GenerateRequest(**body), request)
 
-    api_router.router.add_route(STORE, ready, methods=["GET"])
+    api_router.router.add_route(STORE, options, methods=["GET"])
     api_router.router.add_route(STORE, store, methods=["POST"])
     api_router.router.add_route(GENERATE, generate, methods=["POST"])
+
+
+def _packed(inputs: Mapping[str, Any]) -> str:
+    """Return the tower's inputs of an image as text for a JSON body. `_unpacked` reads it."""
+    tensors = {name: torch.as_tensor(array).contiguous() for name, array in inputs.items()}
+    return base64.b64encode(safetensors.torch.save(tensors)).decode()
+
+
+def _unpacked(text: str) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load(base64.b64decode(text))
+
+
+Post = Callable[[str, Any], Awaitable[dict[str, Any]]]
+"""Posts a body to a route of one server process, and returns the JSON object of the answer."""
+
+
+class ImageClient:
+    """Sends images to one server, each of them once, and requests for responses to prompts that show them."""
+
+    def __init__(self) -> None:
+        self._stored: set[str] = set()  # digests
+        self._storing: dict[str, asyncio.Lock] = {}
+
+    async def generate(self, post: Post, body: Mapping[str, Any], images: Sequence[Image], key: str) -> dict[str, Any]:
+        """Return the server's answer to `body`, a request for /inference/v1/generate whose prompt shows `images`.
+
+        Requests with the same `key` share the features of an image on the server. The answer has a field `missing` if
+        the server drops images faster than it uses them.
+        """
+        shown = [
+            {
+                "digest": image.digest,
+                "key": f"{key} {image.digest}",
+                "offset": int(image.positions[0]),
+                "length": len(image.positions),
+            }
+            for image in images
+        ]
+        for _ in range(ATTEMPTS):
+            for image in images:
+                await self._store(post, image)
+            answer = await post(GENERATE, {**body, "images": shown})
+            if "missing" not in answer:
+                break
+            self._stored -= set(answer["missing"])  # the server has restarted, or dropped the images
+        return answer
+
+    async def _store(self, post: Post, image: Image) -> None:
+        if image.digest in self._stored:
+            return
+        async with self._storing.setdefault(image.digest, asyncio.Lock()):
+            if image.digest not in self._stored:
+                inputs = await asyncio.to_thread(lambda: _packed(image.load()))
+                await post(STORE, {"digest": image.digest, "inputs": inputs})
+                self._stored.add(image.digest)
+        self._storing.pop(image.digest, None)
