@@ -171,3 +171,44 @@ def test_every_error_in_the_source_is_one_line_with_a_fix(path: Path) -> None:
         assert "\n" not in f"{setting}{problem}{fix}", f"line {call.lineno}: more than one line"
         shown = problem != "" or len(call.args) == 4 or any(word.arg == "value" for word in call.keywords)
         assert shown, f"line {call.lineno}: neither a value nor a problem"
+
+
+TABLES = {name.rpartition(".")[0] for name in SETTINGS} - {""}
+SECTIONS = "|".join(sorted({name.partition(".")[0] for name in SETTINGS}))
+NAMED = re.compile(rf"(?<![\w./-])(?:{SECTIONS})(?:\.[a-z_]+)+(?![\w(/*-])")
+OTHER_NAMES = re.compile(
+    r".*\.(?:safetensors|json|html|lock)$|model\.(?:layers|visual|embed_tokens|norm)\b.*|batch\.segments|data\.name"
+)
+"""File names, names of a model's modules, an attribute in advice for Python code, and a placeholder in help texts."""
+
+
+def texts(path: Path) -> Iterator[tuple[int, str]]:
+    """The strings of a source file that are sentences, without docstrings: (line, text)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in apart else None
+        if isinstance(text, str) and " " in text.strip():
+            yield node.lineno, text
+
+
+def exists(name: str) -> bool:
+    """Whether a name is that of a setting, of a table, or of an entry of a setting such as `data.columns`."""
+    return name in SETTINGS or name in TABLES or any(name.startswith(f"{one}.") for one in SETTINGS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "src" / "padfree")))
+def test_every_setting_that_a_message_names_exists(path: Path) -> None:
+    for line, text in texts(path):
+        for name in NAMED.findall(text):
+            assert exists(name) or OTHER_NAMES.match(name), f"line {line}: {name} is not a setting, in {text!r}"
+
+
+def test_a_setting_that_does_not_exist_is_found() -> None:
+    assert NAMED.findall("set data.split, or change data.template_arguments") == [
+        "data.split",
+        "data.template_arguments",
+    ]
+    assert not exists("data.template_arguments")
+    assert exists("data.split")
+    assert exists("data.columns.question")

@@ -428,6 +428,7 @@ TAKE_CONFIG = {
     "train/resolve_auto.py",
     "train/resume.py",
     "train/run.py",
+    "train/run_notes.py",
     "train/setup.py",
     "train/start_run.py",
     "train/trainer.py",

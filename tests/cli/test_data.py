@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from padfree.cli.main import main
+from padfree.data.tokenize import RowTokenizer
 from padfree.testing.tokenizers import tiny_tokenizer
+from padfree.train import data_view
 
 CHAT = [
     {"role": "user", "content": "Hello there"},
@@ -81,6 +83,24 @@ def test_a_conversation_that_is_split_shows_every_turn(tmp_path: Path, capsys: p
     assert "rows.jsonl:1 turn 1: " in output
     assert "rows.jsonl:1 turn 2: " in output
     assert "1 rows: 2 samples" in output
+
+
+def test_a_row_of_many_turns_is_rendered_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rows_file(tmp_path, [{"messages": CHAT * 4}, {"messages": CHAT}, {"messages": CHAT * 3}])
+    words = ("sft", tokenizer_folder(tmp_path, "forgetful"), data, "--rows", "3")
+    output = show(capsys, *words)
+    assert len(re.findall(r"^rows\.jsonl:\d turn", output, re.MULTILINE)) == 16
+    assert len(re.findall(r"  message ", output)) == 2 * (sum(range(1, 9)) + sum(range(1, 3)) + sum(range(1, 7)))
+    calls: list[str] = []
+    rendered, opened = RowTokenizer.rendered, data_view.open_sources
+    monkeypatch.setattr(RowTokenizer, "rendered", lambda *given: (calls.append("rendered"), rendered(*given))[1])
+    monkeypatch.setattr(
+        data_view, "open_sources", lambda *given, **named: (calls.append("opened"), opened(*given, **named))[1]
+    )
+    assert show(capsys, *words) == output
+    assert sorted(calls) == ["opened", "rendered", "rendered", "rendered"]
 
 
 def test_pairs_prompts_and_rollouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

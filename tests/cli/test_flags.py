@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from padfree.cli.flags import normalised_words
@@ -82,3 +84,75 @@ def test_other_words_stay_as_they_are() -> None:
     for words in (["launch", "--hosts", "a", "--", "sft", "r.toml", "--model", "x"], [], ["--help"], ["sing", "--a.b"]):
         assert normalised_words(words) == words
     assert set(COMMANDS) >= {"check", "demo", "plan", "report"}
+
+
+WORDS_AFTER = ["-5+3", "--all", "--model", "-", "--", "-h", "model.path=x", "--loss.kind=dpo"]
+
+
+@pytest.mark.parametrize("word", WORDS_AFTER)
+@pytest.mark.parametrize("options", [[], ["--max-new-tokens", "4"], ["--json", "--seed", "1"]])
+def test_a_prompt_may_begin_with_a_dash_after_the_separator(options: list[str], word: str) -> None:
+    for line, prompts in (
+        (["m", *options, "--", word], [word]),
+        (["m", *options, "first", "--", word, "x"], ["first", word, "x"]),
+        ([*options, "--", "m", word], [word]),
+    ):
+        settings = parsed(["generate", *line])
+        assert (settings.model, settings.prompt) == ("m", prompts)
+
+
+POSITIONAL = {
+    "chat": "model",
+    "check": None,
+    "data": "recipe",
+    "demo": None,
+    "doctor": None,
+    "env": None,
+    "eval": "recipe",
+    "export": "model",
+    "generate": "model",
+    "launch": None,
+    "plan": "settings",
+    "recipes": "name",
+    "report": "runs",
+    "settings": "name",
+    **dict.fromkeys(TRAINING, "recipe"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_separator_works_in_every_command(command: str) -> None:
+    argument = POSITIONAL[command]
+    if argument is None:
+        return
+    before, after = {"data": (["show"], []), "export": ([], ["out.gguf"])}.get(command, ([], []))
+    found = getattr(parsed([command, *before, "--", "-odd.toml", *after]), argument)
+    assert found in ("-odd.toml", ["-odd.toml"])
+
+
+def test_a_flag_like_prompt_is_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed(["generate", "m", "-5+3"])
+    assert capsys.readouterr().err.endswith(
+        "unrecognized arguments: -5+3; write -- before a prompt that begins with -\n"
+    )
+
+
+@pytest.mark.parametrize("command", [*TRAINING, "eval", "plan", "check"])
+@pytest.mark.parametrize("files", ["a.jsonl", "a.jsonl b.jsonl", "a.parquet b.json c.jsonl"])
+def test_several_files_may_follow_the_flag(command: str, files: str) -> None:
+    words, several = ["--model", "m", "--data", *files.split()], files.split()
+    if command in ("plan", "check"):
+        assert parsed([command, *words]).data == several
+        return
+    settings = parsed([command, "r.toml", *words, "--steps", "3"])
+    assert settings.recipe == "r.toml"
+    section = "eval" if command == "eval" else "data"
+    assert f"{section}.path={json.dumps(several)}" in settings.overrides
+    assert "run.steps=3" in settings.overrides
+
+
+def test_short_flags_in_data_show() -> None:
+    settings = parsed(["data", "show", "sft", "--model", "m", "--data", "a.jsonl", "--rows", "2"])
+    assert (settings.recipe, settings.rows) == ("sft", 2)
+    assert settings.overrides == ['model.path="m"', 'data.path=["a.jsonl"]']

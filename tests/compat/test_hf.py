@@ -23,6 +23,7 @@ from transformers import (
 
 from padfree.compat.hf import PackedCollator
 from padfree.testing.models import save_with_tokenizer
+from tests.refused import refused
 
 IGNORE = -100
 FEATURES = [
@@ -55,6 +56,56 @@ def test_masks_and_already_packed_features() -> None:
     batch = PackedCollator(tiny_model())([feature])
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert batch["labels"].tolist() == [[IGNORE, 2, 3, IGNORE, 5]]
+
+
+@pytest.mark.parametrize("convert", [list, np.array, torch.tensor])
+def test_positions_that_restart_begin_a_sample(convert: Any) -> None:
+    feature = {"input_ids": [1, 2, 3, 4, 5], "position_ids": convert([0, 1, 2, 0, 1])}
+    for more in ({}, {"seq_lengths": [3, 2]}):
+        batch = PackedCollator(tiny_model())([{**feature, **more}, {"input_ids": [6], "position_ids": convert([0])}])
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0]]
+        assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 6]
+        assert batch["labels"].tolist() == [[IGNORE, 2, 3, IGNORE, 5, IGNORE]]
+    for positions in ([1, 2, 3, 4, 5], [0, 1, 1, 2, 3], [0, 0, 2, 3, 4], [0, 1, 2, 3, 5], [4, 3, 2, 1, 0]):
+        with refused("position_ids", "of example 0 do not count 0, 1, 2"):
+            PackedCollator(tiny_model())([{**feature, "position_ids": convert(positions)}])
+    with refused("seq_lengths", "and position_ids of example 0 give different sequences"):
+        PackedCollator(tiny_model())([{**feature, "seq_lengths": [2, 3]}])
+    with refused("position_ids", "has shape"):
+        PackedCollator(tiny_model())([{**feature, "position_ids": convert([[0, 1, 2, 0, 1]] * 3)}])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("token_type_ids", [0, 0, 1]),
+        ("token_type_ids", torch.ones(3)),
+        ("pixel_values", torch.zeros(3, 4)),
+        ("cu_seq_lens_q", np.array([0, 1, 3])),
+        ("weights", [0.5, 1.0, 1.0]),
+        ("nested", [["a", [1]]]),
+    ],
+)
+def test_keys_that_would_change_the_samples_are_refused(key: str, value: Any) -> None:
+    feature = {"input_ids": [1, 2, 3], key: value}
+    with refused(key, "is not used by PackedCollator, but example 1 has it; remove"):
+        PackedCollator(tiny_model())([{"input_ids": [1]}, feature])
+
+
+def test_keys_that_cannot_change_the_samples_are_ignored() -> None:
+    collator = PackedCollator(tiny_model())
+    more = {
+        "token_type_ids": [0, 0, 0],
+        "special_tokens_mask": [1, 0, 0],
+        "length": 3,
+        "text": "a",
+        "none": None,
+        "messages": [{"role": "user", "content": "a"}],
+        "names": np.array(["a", "b"]),
+    }
+    batch, plain = collator([{"input_ids": [1, 2, 3], **more}]), collator([{"input_ids": [1, 2, 3]}])
+    assert batch.keys() == plain.keys()
+    assert batch["input_ids"].tolist() == plain["input_ids"].tolist()
 
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
@@ -122,7 +173,7 @@ def test_samples_that_change_the_frequencies_of_others_are_refused() -> None:
     model = stock("LlamaForCausalLM", {**HEADS, "max_position_embeddings": 16, "rope_parameters": rope})
     collator = PackedCollator(model)
     collator([{"input_ids": [1] * 16}, {"input_ids": [2] * 16}])
-    with pytest.raises(ValueError, match=r"has 17 tokens, but more than 16 tokens change .*; use samples"):
+    with pytest.raises(ValueError, match=r"has 17 tokens, but more than 16 tokens change .*; shorten samples"):
         collator([{"input_ids": [1] * 17}])
 
 

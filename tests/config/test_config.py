@@ -438,7 +438,6 @@ def test_a_source_takes_from_data_what_it_does_not_say() -> None:
         ("[]", "data.path"),
         ("3", "data.sources"),
         ('["a.jsonl"]', "data.sources"),
-        ("none", "data.sources"),
         ('[{path="a",wieght=2}]', "data.sources.0.wieght"),
         ("[{weight=2}]", "data.sources.0.path"),
         ('[{path="a",weight="2"}]', "data.sources.0.weight"),
@@ -474,6 +473,27 @@ def test_a_file_may_be_read_twice_in_two_ways(tmp_path: Path) -> None:
         ValueError, match=r"data\.sources\.1\.path: .*inside'; list this data once, .*: data\.sources\.0 already reads"
     ):
         sources_of(f'[{{path="{tmp_path}"}},{{path="{tmp_path}/inside"}}]')
+
+
+@pytest.mark.parametrize("field", ["split", "subset"])
+@pytest.mark.parametrize("kind", ["file", "folder", "saved", "dict", "hub"])
+def test_a_split_or_subset_sets_two_sources_apart_only_if_the_data_has_it(
+    field: str, kind: str, tmp_path: Path
+) -> None:
+    for name in ("folder", "saved", "dict"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "saved" / "state.json").touch()
+    (tmp_path / "dict" / "dataset_dict.json").touch()
+    (tmp_path / "file").touch()
+    path = "owner/name" if kind == "hub" else str(tmp_path / kind)
+    text = f'[{{path="{path}"}},{{path="{path}",name="b",{field}="x"}}]'
+    if kind == "hub" or (kind, field) == ("dict", "split"):
+        assert len(sources_of(text)) == 2
+        with refused("data.sources.1.path"):  # also the default of [data] names the split
+            sources_of(text, f"data.{field}=x")
+    else:
+        with refused("data.sources.1.path", r".*; list this data once"):
+            sources_of(text)
 
 
 def test_path_and_sources_exclude_each_other() -> None:

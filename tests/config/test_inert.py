@@ -67,6 +67,10 @@ CASES: list[tuple[str, list[str], str | None]] = [
         ["rollout.samples_per_prompt=4"],
         "rollout.samples_per_prompt has no effect without rollout.reward, rollout.environment or roll",
     ),
+    ("sft", ["data.turns=apart", "data.loss_on=all"], "data.turns has no effect with data.loss_on=all"),
+    ("sft", ["data.turns=apart", "data.loss_on=last"], None),
+    ("sft", ["data.chat_template=a", "data.prompt_format=plain"], "data.chat_template has no effect with data.prompt"),
+    ("sft", ["data.chat_template=a", "data.prompt_format=chat"], None),
     ("rl-local", ["rollout.canary=0.1"], "rollout.canary has no effect with rollout.engine=in_process"),
     ("rl-local", ["rollout.overlong_penalty=2.0"], "rollout.overlong_penalty has no effect with rollout.overlong_b"),
     ("rl-local", ["rollout.overlong_penalty=2.0", "rollout.overlong_buffer=8"], None),
@@ -107,5 +111,24 @@ def test_settings_that_nobody_gave_are_not_said(tmp_path: Path) -> None:
         config_from_dict({**config.to_dict(), "given": ["loss.clip.low"]})
     file = tmp_path / "train.jsonl"
     file.write_text("{}\n")
+    none = "neither a Hub id nor a folder of DatasetDict.save_to_disk"
     (line,) = inert_settings(load_config(RECIPES / "sft.toml", [f"data.path={file}", "data.split=train"]))
-    assert line == "data.split has no effect because data.path names files and not a Hub id"
+    assert line == f"data.split has no effect because data.path names {none}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "subset"), [("hub", True, True), ("dict", True, False), ("one", False, False), ("gone", 0, 0)]
+)
+def test_splits_and_subsets_have_an_effect_where_the_data_has_them(
+    kind: str, split: bool, subset: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "dict").mkdir()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "dict" / "dataset_dict.json").touch()
+    (tmp_path / "one" / "state.json").touch()
+    path = {"hub": "openai/gsm8k", "gone": "gone.jsonl"}.get(kind, str(tmp_path / kind))
+    words = [f"data.path={path}", f"eval.path={path}", "data.split=a", "data.subset=b", "eval.split=c"]
+    lines = inert_settings(load_config(RECIPES / "sft.toml", words))
+    assert any(line.startswith("data.subset ") for line in lines) != subset
+    for name in ("data.split", "eval.split"):
+        assert any(line.startswith(f"{name} ") for line in lines) != split

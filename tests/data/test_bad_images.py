@@ -101,6 +101,9 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         "2 images.*1 times",
     ),
     "more images than parts": (shows({"type": "image"}, images=["0.png", "1.png"]), "2 images.*1 image parts"),
+    "a place and no column": (shows("<image>x"), "'images' is missing, but the messages have the text '<image>'"),
+    "a place and null": (shows("<image>x", images=None), "'images' is missing, but the messages"),
+    "a place and another image": (shows(picture("0.png"), "<image>x"), "'images' is missing, but the messages"),
     "null in the column": (shows("x", images=["0.png", None]), "images\\[1\\] is null"),
     "broken column": (shows("x", images={"bytes": None, "path": None}), "neither bytes nor a path"),
     "marker in the text": (shows(picture("0.png"), "see <|image_pad|>"), "2 times.*1 images"),
@@ -124,6 +127,7 @@ def test_a_bad_image_is_a_bad_row(kind: str, tmp_path: Path) -> None:
     (skipped,) = data.report.skipped
     assert skipped.line == 2
     assert "\n" not in skipped.reason
+    assert skipped.reason.count("; ") <= 1  # one cure
 
 
 def test_text_models_refuse_images(tmp_path: Path) -> None:

@@ -83,6 +83,39 @@ def test_a_field_that_the_template_does_not_show_is_refused(message: dict[str, A
     assert len(samples(shown, USER, message)) == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"mask": True}, "mask"),
+        ({"trainable": False}, "trainable"),
+        ({"meta": {"checked": False}}, r"meta\.checked"),
+        ({"flags": [[True]]}, r"flags\[0\]\[0\]"),
+        ({"mood": "Hello", "prefix": True}, "prefix"),
+    ],
+)
+def test_a_boolean_that_does_not_change_the_text_is_refused(fields: dict[str, Any], words: str) -> None:
+    template = chatml("{{ m.content }}{{ m.mood or '' }}")
+    for message in (USER, ASSISTANT):
+        messages = [{**one, **fields} if one is message else one for one in (USER, ASSISTANT)]
+        match = rf"\): {words} is missing from the rendered text.* weight 0"
+        with pytest.raises(RowError, match=match):
+            samples(template, *messages)
+        with pytest.raises(RowError, match=match):  # rendered unlike its twin
+            samples(template + "{% if messages[0].content == 'Hi' %} {% endif %}", *messages)
+        assert len(samples(chatml("{{ m.content }}{{ m|tojson }}"), *messages)) == 1
+    used = chatml("{{ m.content }}{% if m.mask or (m.meta or {}).checked is false %}masked{% endif %}")
+    if words in ("mask", r"meta\.checked"):
+        assert len(samples(used, USER, {**ASSISTANT, **fields})) == 1
+
+
+def test_a_boolean_of_a_tool_call_that_the_template_does_not_show_is_refused() -> None:
+    call = {"function": {"name": "look", "arguments": {"deep": True}, "strict": True}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    with pytest.raises(RowError, match=r"^message 2 \(assistant\): tool_calls\[0\]\.function\.strict is missing"):
+        samples(calls("{{ c.function.arguments|tojson }}"), USER, message)
+    assert len(samples(calls("{{ c.function|tojson }}"), USER, message)) == 1
+
+
 @pytest.mark.parametrize("role", ["critic", "narrator", "tool", "Tool", "function", "observation", "ipython"])
 def test_a_role_that_the_template_skips_is_refused(role: str) -> None:
     known = HEAD.replace("{% for m in messages %}", "{% for m in messages if m.role in ['user', 'assistant'] %}")

@@ -268,3 +268,22 @@ def test_where_messages_stand() -> None:
     (sample,) = samples(PLAIN, TURNS)
     said = {index: sample.text[start:end] for index, (start, end) in sample.messages}
     assert said == {index: message["content"].strip().removeprefix("<think>") for index, message in enumerate(TURNS)}
+
+
+def test_the_number_of_renderings_grows_linearly_with_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderings = 0
+    render = ChatRenderer._rendered
+
+    def counted(*given: Any, **named: Any) -> Any:
+        nonlocal renderings
+        renderings += 1
+        return render(*given, **named)
+
+    monkeypatch.setattr(ChatRenderer, "_rendered", counted)
+    counts = []
+    for rounds in (10, 20):
+        renderings = 0
+        pair = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>Hm.</think>Hello"}]
+        assert len(samples(tiny_tokenizer("forgetful"), pair * rounds, turns="auto")) == rounds
+        counts.append(renderings)
+    assert counts[1] < 2.2 * counts[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import decimal
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -32,6 +33,17 @@ def test_openai_and_sharegpt_as_objects_and_as_json_text_are_the_same() -> None:
     assert read_conversation(json.dumps(sharegpt), "conversations") == wanted
     assert read(USER, ASSISTANT, system="Be brief.") == wanted
     assert read(USER, ASSISTANT, system="").messages == (USER, ASSISTANT)
+
+
+@pytest.mark.parametrize("change", [str.lower, str.upper, str.title])
+def test_roles_may_be_written_in_any_case(change: Callable[[str], str]) -> None:
+    for sender, role in (("human", "user"), ("gpt", "assistant"), ("observation", "tool"), ("system", "system")):
+        assert read({"from": change(sender), "value": "x"}).messages[0]["role"] == role
+    assert "tool_calls" in read({"from": change("function_call"), "value": '{"name": "f"}'}).messages[0]
+    for role in ("assistant", "gpt", "model"):
+        assert read(USER, {"role": change(role), "content": "Hello", "weight": 1}) == read(USER, ASSISTANT)
+    assert read({"role": change("system"), "content": "s"}, USER).has_system
+    assert read({"role": change("developer"), "content": "s"}, USER).has_system
 
 
 @pytest.mark.parametrize(
@@ -100,6 +112,26 @@ def test_weight_zero_is_not_trained() -> None:
     assert read({**USER, "weight": 0}, ASSISTANT).untrained == {0}
     with pytest.raises(RowError, match=r"messages\[0\]\.weight is 1, but the message has the role 'user'"):
         read({**USER, "weight": 1}, ASSISTANT)
+
+
+@pytest.mark.parametrize("key", ["train", "loss"])
+def test_train_and_loss_mean_the_weight(key: str) -> None:
+    found = read(USER, {**ASSISTANT, key: False}, USER, {**ASSISTANT, key: True}, {**USER, key: False})
+    assert found.untrained == {1, 4}
+    assert found.messages == read(USER, ASSISTANT, USER, ASSISTANT, USER).messages
+    assert read(USER, {**ASSISTANT, key: False, "weight": 0}).untrained == {1}
+    for value in (0.3, 2, "no", [], {"a": 1}):
+        with pytest.raises(RowError, match=rf"^messages\[1\]\.{key} is .*; expected true to train"):
+            read(USER, {**ASSISTANT, key: value})
+    with pytest.raises(RowError, match=rf"^messages\[0\]\.{key} is true, .* 'user'; give"):
+        read({**USER, key: True})
+    with pytest.raises(RowError, match=rf"^messages\[1\] has different values in weight and {key}; keep one"):
+        read(USER, {**ASSISTANT, key: False, "weight": 1})
+
+
+@pytest.mark.parametrize("value", [None, "", " \n", [], {}, [None, ""], {"a": None, "b": [{"c": ""}]}])
+def test_an_empty_field_is_missing(value: Any) -> None:
+    assert read(USER, {**ASSISTANT, "mood": value}) == read(USER, ASSISTANT)
 
 
 def test_thoughts_have_one_name_and_metadata_is_left_out() -> None:

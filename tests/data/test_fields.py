@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from padfree.config import load_config
-from padfree.data.fields import Format, Schema, has_value, resolve, setting
+from padfree.data.fields import Format, Schema, check_mapping, has_value, resolve, setting
 from padfree.data.formats import PAIR_SCHEMA, PROMPT_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described, reading_notes
 from padfree.data.formats import ROLLOUT_SCHEMA as ROLLOUTS
 from padfree.data.records import RowError
+from padfree.errors import UserError
 from tests.refused import refused
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -265,3 +267,44 @@ def test_what_was_recognised_is_said_in_one_line(schema: Schema, first: dict[str
     assert reading_notes(one) == (f"data: a is read as {line}",)
     assert reading_notes(several) == (f"data: 3 files (a, ...) are read as {line}",)
     assert reading_notes([*one, {"name": "b", "read_as": "text (text)"}])[1] == "data: b is read as text (text)"
+
+
+MAPPINGS: list[tuple[Schema, dict[str, Any], dict[str, str], str]] = [
+    (PROMPT_SCHEMA, row("prompt", "answer"), {"question": "prompt"}, "prompt"),
+    (PROMPT_SCHEMA, row("task", "answer"), {"question": "prompt"}, "prompt"),
+    (PROMPT_SCHEMA, row("task", "note"), {"question": "prompt", "note": "unused"}, "prompt"),
+    (PROMPT_SCHEMA, row("question", "prompt"), {"question": "prompt", "prompt": "prompt"}, "prompt"),
+    (PROMPT_SCHEMA, row(messages=CHAT), {"question": "prompt"}, "messages"),
+    (SFT_SCHEMA, row("prompt", "response"), {"question": "prompt", "answer": "response"}, "pair"),
+    (SFT_SCHEMA, row("q", "a", "note"), {"q": "prompt", "a": "prompt", "note": "unused"}, "pair"),
+    (SFT_SCHEMA, row("q", "a"), {"q": "response"}, "pair"),
+    (SFT_SCHEMA, row("prompt", "response", "x"), {"x": "text", "y": "unused"}, "text"),
+    (SFT_SCHEMA, row("question", "reply", "a"), {"a": "input_ids", "b": "labels"}, "tokens"),
+    (PAIR_SCHEMA, row("q", "chosen", "rejected"), {"x": "prompt"}, "implicit"),
+    (PAIR_SCHEMA, row("question", "preferred", "dispreferred"), {"question": "chosen"}, "prompted"),
+    (ROLLOUTS, row(input_ids=[1], reward=1), {"ids": "tokens"}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("schema", "first", "mapping", "kind"), MAPPINGS)
+def test_advice_about_columns_does_not_lead_in_a_circle(
+    schema: Schema, first: dict[str, Any], mapping: dict[str, str], kind: str, tmp_path: Path
+) -> None:
+    """A recipe has a wrong mapping, and the user applies the last advice of every message."""
+    columns = ", ".join(f'"{column}" = "{name}"' for column, name in mapping.items())
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        'model.path = "m"\nbatch = { samples = 1, max_tokens = 8 }\nrun.folder = "r"\n'
+        f'data = {{ path = "d", epochs = 1, columns = {{ {columns} }} }}'
+    )
+    overrides: list[str] = []
+    for _ in range(4):
+        mapping = load_config(recipe, overrides).data.columns
+        try:
+            check_mapping(mapping, schema)
+            found = resolve(first, mapping, schema, "f")
+            break
+        except UserError as error:
+            advice = re.split(r",? or (?=data\.columns)", error.fix)[-1]
+            overrides += [word for word in shlex.split(advice) if word.startswith("data.columns")]
+    assert found.kind == kind

@@ -14,7 +14,7 @@ from padfree.data.formats import reading_notes
 from padfree.data.store import read_metadata
 from padfree.rollout import read_prompts
 from padfree.sample import Sample
-from padfree.testing.tokenizers import tiny_tokenizer
+from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
 from tests.refused import refused
 
 CHAT = tiny_tokenizer("chatml")
@@ -56,6 +56,11 @@ def texts(sample: Sample, tokenizer: Any = CHAT) -> tuple[str, str]:
     return tokenizer.decode(sample.tokens), tokenizer.decode(sample.tokens[sample.mask])
 
 
+NO_END = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+UNTRAINED_END = TEMPLATES["chatml_marked"].replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
 TWO = turns(("user", "Hi"), ("assistant", "Hello"))
 HUMAN = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
 
@@ -76,6 +81,13 @@ HUMAN = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
         ({"prompt": user("Hi"), "completion": assistant("Hello")}, TWO, "Hello"),
         ({"prompt": json.dumps([user("Hi")]), "completion": json.dumps([assistant("Hello")])}, TWO, "Hello"),
         ({"prompt": [user("Hi")], "completion": [user("Hi "), assistant("Hello")]}, TWO, "Hello"),
+        ({"prompt": json.dumps(user("Hi")), "completion": f" {json.dumps(assistant('Hello'))}"}, TWO, "Hello"),
+        ({"prompt": json.dumps(HUMAN[:1]), "completion": json.dumps(HUMAN[1])}, TWO, "Hello"),
+        ({"prompt": [user("A"), {"role": "Assistant", "content": "B"}, user("Hi")], "completion": "Hello"},
+         turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
+        ({"prompt": [user("A"), {"role": "gpt", "content": "B"}, {"role": "User", "content": "Hi"}],
+          "completion": {"role": "Assistant", "content": "Hello"}},
+         turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
         ({"prompt": [user("A"), assistant("B"), user("Hi")], "completion": [assistant("Hello")]},
          turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
         ({"Question": "Hi", "Answer": "Hello"}, TWO, "Hello"),
@@ -89,12 +101,28 @@ HUMAN = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
         ({"instruction": "Hi", "output": "Hello", "history": [user("A"), assistant("B")]},
          turns(("user", "A"), ("assistant", "B")) + TWO, "Hello"),
         ({"prompt": "[1, 2]", "response": "Hello"}, turns(("user", "[1, 2]"), ("assistant", "Hello")), "Hello"),
+        ({"prompt": "Hi", "response": '{"role": "admin", "from": "x"}'},
+         turns(("user", "Hi"), ("assistant", '{"role": "admin", "from": "x"}')), '{"role": "admin", "from": "x"}'),
         ({"prompt": '[{"role": 1}]', "response": "x"}, turns(("user", '[{"role": 1}]'), ("assistant", "x")), "x"),
     ],
 )  # fmt: skip
 def test_rows_become_the_conversation_that_they_say(load: Load, row: Any, text: str, trained: str) -> None:
     (sample,) = load(row)
     assert texts(sample) == (text, trained + END)
+
+
+@pytest.mark.parametrize("column", ["response", "chosen", "prompt"])
+@pytest.mark.parametrize("key", ["tool_calls", "function_call"])
+@pytest.mark.parametrize("one", [True, False])
+def test_json_text_of_a_tool_call_is_read_as_a_message(load: Load, column: str, key: str, one: bool) -> None:
+    """The template drops tool calls, so both are refused: the message, and the same message as JSON text."""
+    call = {"name": "add", "arguments": {"a": 1}}
+    message = {"role": "assistant", key: [{"function": call}] if key == "tool_calls" else call}
+    called = message if one else [message]
+    row = {"prompt": "Hi", "response": "Hello"} if column != "chosen" else {"prompt": "Hi", "rejected": "No"}
+    for value in (called, json.dumps(called)):
+        with pytest.raises(ValueError, match=r"tool_calls\[0\]|ends with an assistant message"):
+            load({**row, column: value}, pairs=column == "chosen")
 
 
 def test_a_completion_of_several_turns_trains_its_own_assistant_turns(load: Load) -> None:
@@ -242,7 +270,21 @@ def test_token_ids_are_taken_as_they_are(load: Load, row: Any, tokens: Any, trai
 )
 def test_token_ids_that_do_not_fit_together_are_bad_rows(load: Load, row: Any, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^a\.jsonl line 2: {words}"):
-        load({"input_ids": [5, 6]}, row)
+        load({"input_ids": [5, 6], **({"labels": [5, 6]} if "labels" in row else {})}, row)
+
+
+@pytest.mark.parametrize("column", ["labels", "completion_mask", "loss_mask", "attention_mask"])
+@pytest.mark.parametrize("lacking", [{}, {"null": True}])
+def test_a_column_that_decides_what_is_trained_is_in_all_rows_or_in_none(
+    load: Load, column: str, lacking: dict[str, bool]
+) -> None:
+    given = {"input_ids": [5, 6], column: [1, 1] if "mask" in column else [5, 6]}
+    without = {"input_ids": [5, 6], **({column: None} if lacking else {})}
+    for first, second in ((given, without), (without, given)):
+        with pytest.raises(ValueError, match=rf"^a\.jsonl line 2: '{column}' is"):
+            load(first, second)
+        assert len(load(first, second, first, on_bad_row="skip")) == 2
+        assert len(load(first, first)) == 2
 
 
 def test_token_ids_have_no_last_turn(load: Load) -> None:
@@ -460,6 +502,26 @@ def test_rollouts_in_text_have_the_same_prompts(tmp_path: Path) -> None:
         ({"text": "Hi there"}, {"system": "Be.", "prompt_template": "{prompt}"},
          "text (text); data.system and data.prompt_template do not apply"),
         ({"input_ids": [5, 6]}, {}, "token ids (input_ids)"),
+        ({"input_ids": [5, 6]}, {"append_eos": False, "turns": "apart"},
+         "token ids (input_ids); data.turns and data.append_eos do not apply"),
+        ({"text": "Hi there"}, {"append_eos": False, "prompt_format": "chat", "turns": "together"},
+         "text (text); data.prompt_format and data.turns do not apply"),
+        ({"text": "Hi there"}, {"chat_template": TEMPLATES["chatml"]},
+         "text (text); data.chat_template does not apply"),
+        ({"prompt": "Hi", "response": "x"}, {"append_eos": False},
+         "prompt and response (prompt, response); through the chat template; data.append_eos does not apply"),
+        ({"prompt": "Hi", "response": "x"}, {"prompt_format": "plain", "append_eos": False, "turns": "apart"},
+         "prompt and response (prompt, response); as plain text; data.turns does not apply"),
+        ({"messages": [user("Hi"), assistant("x")]}, {"append_eos": False, "turns": "apart", "prompt_format": "chat"},
+         "messages (messages); data.append_eos does not apply"),
+        ({"messages": [user("Hi"), assistant("x")]}, {"chat_template": NO_END},
+         "messages (messages); the chat template ends turns without a special token that is trained, so the model may "
+         "not learn to stop"),
+        ({"prompt": "Hi", "response": "x"}, {"chat_template": UNTRAINED_END},
+         "prompt and response (prompt, response); through the chat template; the chat template ends turns without a "
+         "special token that is trained, so the model may not learn to stop"),
+        ({"prompt": "Hi", "response": "x"}, {"chat_template": NO_END, "prompt_format": "plain"},
+         "prompt and response (prompt, response); as plain text"),
         ({"messages": [user("Hi"), assistant("x")], "weight": 1}, {"columns": {"weight": "unused"}},
          "messages (messages)"),
     ],
@@ -537,6 +599,34 @@ def test_a_text_of_many_megabytes_is_refused_at_once(load: Load, monkeypatch: py
 def test_not_a_number_and_deep_nesting_are_bad_rows_with_their_field(load: Load, row: str, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^a\.jsonl line 1: .*{words}"):
         load(row)
+
+
+CONTENT = '{"role": "assistant", "content": "a", "content": "b"}'
+ARGUMENTS = '{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{\\"x\\": 1, \\"x\\": 2}"}]}'
+
+
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ('{"prompt": "a", "prompt": "b", "response": "c"}', "prompt"),
+        (f'{{"messages": [{{"role": "user", "content": "a"}}, {CONTENT}]}}', "content"),
+        (f'{{"messages": [{{"role": "user", "content": "a"}}, {ARGUMENTS}]}}', "x"),
+        (json.dumps({"messages": f'[{{"role": "user", "content": "a"}}, {CONTENT}]'}), "content"),
+        (json.dumps({"prompt": "a", "response": CONTENT}), "content"),
+        (json.dumps({"prompt": "a", "response": f"[{CONTENT}]"}), "content"),
+        (json.dumps({"prompt": "a", "response": "c", "tools": '[{"name": "f", "name": "g"}]'}), "name"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_a_bad_row(load: Load, row: str, key: str) -> None:
+    good = {"messages": [user("Hi"), assistant("x")]} if "messages" in row else {"prompt": "Hi", "response": "x"}
+    assert len(load(good, row, on_bad_row="skip")) == 1
+    with pytest.raises(ValueError, match=rf"an object has the key '{key}' twice; expected each key once"):
+        load(row)
+
+
+def test_a_text_may_be_json_with_a_key_twice(load: Load) -> None:
+    text = '{"a": 1, "a": 2}'
+    assert texts(load({"prompt": "Hi", "response": text})[0])[1] == f"{text}{END}"
 
 
 def test_a_template_number_must_be_finite(load: Load) -> None:

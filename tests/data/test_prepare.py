@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from padfree.data import SFTDataSettings, SkippedRow, TokenizedDataset, load_sft, sources
 from padfree.data.array_files import ArrayWriter
+from padfree.errors import UserError
 from padfree.packing import collate
 from padfree.sample import Sample
 from padfree.testing.tokenizers import TEMPLATES, tiny_tokenizer
@@ -143,6 +144,18 @@ def test_bad_rows_are_skipped_and_listed(load: Load, tmp_path: Path) -> None:
         load(rows, on_bad_row="error")
     data.report.write(tmp_path / "skipped.jsonl")
     assert len((tmp_path / "skipped.jsonl").read_text().splitlines()) == len(BAD)
+
+
+@pytest.mark.parametrize("first", [{"prompt": "x"}, {"other": 1}, {}, 7])
+def test_first_rows_without_a_needed_column_are_skipped(load: Load, tmp_path: Path, first: Any) -> None:
+    good = {"prompt": "2+2?", "response": "4"}
+    for bad in ([first], [first, first]):
+        data = load([*bad, good, good], on_bad_row="skip")
+        assert (len(data), [row.line for row in data.report.skipped]) == (2, list(range(1, len(bad) + 1)))
+    with pytest.raises(UserError):
+        load([first, good] if first != 7 else [{"prompt": "x"}, good])
+    with pytest.raises(UserError, match=r"data\.columns: .*expected"):
+        load([{"other": 1}, {"another": 1}], on_bad_row="skip")
 
 
 def test_a_row_with_nothing_to_train_on_is_bad(load: Load) -> None:

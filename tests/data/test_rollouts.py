@@ -220,6 +220,21 @@ def test_overlong_rollouts_are_truncated_or_dropped_and_listed(read: Read) -> No
     assert kept.report.summary() == "2 rows: 1 samples, 2 tokens; 0 skipped, 1 dropped, 0 truncated"
 
 
+@pytest.mark.parametrize("lacking", [{}, {"loss_mask": None}])
+def test_a_loss_mask_is_in_all_rows_or_in_none(read: Read, lacking: dict[str, None]) -> None:
+    for row in (ROW, {"prompt_tokens": [5, 6], "response_tokens": [7, 8, 9], "reward": 1.0}):
+        given, without = {**row, "loss_mask": [1, 0, 1]}, {**row, **lacking}
+        for first, second in ((given, without), (without, given)):
+            with pytest.raises(ValueError, match=r"^r\.jsonl line 2: 'loss_mask' is .*in all rows or in none"):
+                read([first, second])
+            assert len(read([first, first]).samples) == 2
+
+
+def test_lines_stay_with_their_samples_if_rows_without_a_group_are_skipped(read: Read) -> None:
+    found = read([{**ROW, "group": "a"}, ROW, {**ROW, "group": "b"}], on_bad_row="skip")
+    assert list(zip([sample.group for sample in found.samples], found.lines, strict=True)) == [("a", 1), ("b", 3)]
+
+
 def test_a_folder_of_rollouts(tmp_path: Path) -> None:
     for name in ("step-2.jsonl", "step-1.jsonl"):
         (tmp_path / name).write_text(json.dumps(ROW) + "\n")

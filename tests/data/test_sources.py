@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -15,9 +16,11 @@ from typing import Any
 import pytest
 
 from padfree.data import sources
+from padfree.data.folders import left_out_notes
 from padfree.data.record_source import RecordSource
 from padfree.data.records import RowError
 from padfree.data.sources import open_sources, record_of
+from padfree.errors import UserError
 from tests.refused import refused
 
 ROWS = [{"text": f"row {index}"} for index in range(5)]
@@ -115,6 +118,7 @@ def test_columns_come_from_the_first_row_that_can_be_read(tmp_path: Path) -> Non
     [
         (b"[{]", r"a\.json: is not valid JSON in UTF-8 \(.*\); give one list of objects"),
         (b'["\xff"]', r"a\.json: is not valid JSON in UTF-8"),
+        (b'[{"a": 1}, {"b": {"c": 1, "c": 2}}]', r"a\.json: an object has the key 'c' twice; .*; correct the file"),
         (b"", r"a\.json: is not valid JSON in UTF-8"),
         (b'"text"', r"a\.json: holds 'text', not a list of objects; give one list of objects"),
     ],
@@ -144,6 +148,60 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
     assert [source.name for source in open_sources(tmp_path / "a")] == ["b/c.json"]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_suffixes_may_be_in_upper_case(suffix: str, tmp_path: Path) -> None:
+    if suffix == ".parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.PARQUET")
+    else:
+        (tmp_path / f"a{suffix.upper()}").write_text(json.dumps(ROWS) if suffix == ".json" else json.dumps(ROWS[0]))
+    for given in (tmp_path, tmp_path / f"a{suffix.upper()}"):
+        assert packs_of(open_sources(given)[0])[0] == (1, ROWS[0])
+    with refused("data", r"b\.JSONL does not exist"):
+        open_sources("b.JSONL")
+
+
+def test_links_to_folders_are_followed_and_no_folder_is_read_twice(tmp_path: Path) -> None:
+    folder, other = tmp_path / "data", tmp_path / "other"
+    for path in (folder / "a.jsonl", folder / "b" / "c.jsonl", other / "d" / "e.jsonl"):
+        write_lines(path, ROWS)
+    (folder / "link").symlink_to(other)
+    assert [source.name for source in open_sources(folder)] == ["a.jsonl", "b/c.jsonl", "link/d/e.jsonl"]
+    assert left_out_notes([str(folder)]) == ()
+    (other / "loop").symlink_to(folder)
+    (folder / "z").symlink_to(folder / "b")
+    assert [source.name for source in open_sources(folder)] == ["a.jsonl", "b/c.jsonl", "link/d/e.jsonl"]
+    assert left_out_notes([str(folder)]) == (f"data: 2 files of {folder} are left out: link/loop, z",)
+
+
+def test_files_that_a_folder_leaves_out_are_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / "a.jsonl", ROWS)
+    names = ["b.jsonl.gz", "c.csv", "d.jsonl.zst", "e.arrow", "f.txt", "sub/g.gz", "sub/noext"]
+    for name in (*names, ".h.csv", ".git/i.csv"):
+        write_lines(tmp_path / name, ROWS)
+    (note,) = left_out_notes([str(tmp_path), str(tmp_path / "a.jsonl"), "openai/gsm8k"])
+    assert note == f"data: 7 files of {tmp_path} are left out: {', '.join(names[:5])} and 2 more"
+    (tmp_path / "a.jsonl").unlink()
+    with refused("data", r".*has no .jsonl, .json, .parquet file \(it has b\.jsonl\.gz, c\.csv,"):
+        open_sources(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(tmp_path / "a.jsonl", ROWS)
+    write_lines(tmp_path / "closed" / "b.jsonl", ROWS)
+    scan = os.scandir
+
+    def denied(path: Any) -> Any:  # the tests may run as root, who may read everything
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with refused("data", r"the folder .*closed cannot be read \(Permission denied\)"):
+        open_sources(tmp_path)
+
+
 def test_files_are_named_from_their_common_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one/train.jsonl", "two/train.jsonl"):
         write_lines(tmp_path / name, ROWS)
@@ -164,6 +222,58 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all, by any means")
     with pytest.raises(ValueError, match=r"a\.parquet: is not a valid Parquet file .*; replace or remove the file"):
         open_sources(tmp_path / "a.parquet")[0].columns()
+
+
+def _parquet(path: Path, columns: dict[str, Any]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs pyarrow")
+    arrays = [pyarrow.array(values) if isinstance(values, list) else values for values in columns.values()]
+    parquet.write_table(pyarrow.Table.from_arrays(arrays, names=[name.strip() for name in columns]), path)
+    return path
+
+
+def _unreadable(kind: str) -> Any:
+    """A column of three values, of which Python cannot represent the second."""
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    if kind == "text":
+        return pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    moments = pyarrow.array([0, 2**62, 1], pyarrow.int64()).cast(pyarrow.timestamp("us"), safe=False)
+    inside = pyarrow.StructArray.from_arrays([moments], names=["at"])
+    return {"moment": moments, "list": pyarrow.ListArray.from_arrays([0, 1, 2, 3], moments), "object": inside}[kind]
+
+
+@pytest.mark.parametrize("kind", ["text", "moment", "list", "object"])
+def test_a_value_that_python_cannot_represent_is_a_bad_row_if_its_column_is_used(tmp_path: Path, kind: str) -> None:
+    values = _unreadable(kind)
+    for start in (0, 1):  # also as the first row
+        own = values[start:]
+        path = _parquet(tmp_path / "a.parquet", {"text": ["x"] * len(own), "other": own})
+        (source,) = open_sources(path)
+        assert source.columns() == ["text", "other"]
+        assert [row for _, row in packs_of(source)] == [{"text": "x"}] * len(own)
+        (chunk,) = source.chunks(("text", "other"))
+        bad = [isinstance(record, RowError) for record in chunk.records]
+        assert bad == [index == 1 - start for index in range(len(own))]
+        with pytest.raises(RowError, match=r"^'other' cannot be read"):
+            record_of(chunk.records[bad.index(True)])
+
+
+def test_a_parquet_file_with_damaged_pages_is_refused(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", {"text": [f"{index}" for index in range(5000)], "other": [1] * 5000})
+    content = bytearray(path.read_bytes())
+    content[4:2000] = b"\xff" * 1996
+    path.write_bytes(content)
+    (source,) = open_sources(path)
+    assert source.columns() == ["text", "other"]
+    with refused("a.parquet", "is damaged .*; write the file again, or remove it"):
+        packs_of(source)
+    assert len(list(source.chunks(("other",)))) == 10  # the damaged column is not read
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = _parquet(tmp_path / "a.parquet", {"text": ["a"], "text ": ["b"]})
+    with refused("a.parquet", "has 2 columns named 'text'; rename or remove one of them"):
+        open_sources(path)[0].columns()
 
 
 def test_missing_packages_are_named_with_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +349,40 @@ def test_a_folder_saved_by_datasets(tmp_path: Path) -> None:
     assert test.digest() != one.digest()
     with pytest.raises(ValueError, match=r"split: 'dev' is not a split of .*many; set it to one of train, test"):
         open_sources(tmp_path / "many", split="dev")
+
+
+@pytest.mark.parametrize("damage", ["state.json", "dataset_info.json", "data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"cut"])
+def test_a_damaged_folder_of_datasets_is_refused(tmp_path: Path, damage: str, content: bytes | None) -> None:
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list(ROWS).save_to_disk(str(folder))
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(str(tmp_path / "many"))
+    for path in (folder, tmp_path / "many" / "train"):
+        (path / damage).unlink()
+        if content is not None:
+            (path / damage).write_bytes(content)
+    if (damage, content) == ("dataset_info.json", b"{}"):  # datasets takes the columns from the Arrow file
+        assert len(packs_of(open_sources(folder)[0])) == len(ROWS)
+        return
+    with pytest.raises(UserError):
+        packs_of(open_sources(folder)[0])
+    with refused("data", r".*many is not a complete data set of save_to_disk"):
+        open_sources(tmp_path / "many")
+
+
+def test_a_damaged_image_of_a_hub_data_set_is_a_bad_row(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="the datasets package is not installed")
+    rows = [{"text": "a", "image": {"bytes": b"no image", "path": None}}] * 2
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_list(rows, features=features).save_to_disk(str(tmp_path / "one"))
+    (source,) = open_sources(tmp_path / "one")
+    assert source.columns() == ["text", "image"]
+    assert packs_of(source) == [(1, {"text": "a"}), (2, {"text": "a"})]
+    (chunk,) = source.chunks(("text", "image"))
+    assert chunk.numbers == [1, 2]
+    with pytest.raises(RowError, match=r"^cannot be read"):
+        record_of(chunk.records[1])
 
 
 # Inputs that must not hang, and files that are not data

@@ -180,7 +180,7 @@ def test_a_template_that_asks_for_the_day_in_some_rows_only_is_refused_there() -
 
 
 def test_arguments_are_plain_values() -> None:
-    with refused("data.template_arguments.date"):
+    with refused("template_arguments.date"):
         ChatRenderer(tiny_tokenizer("chatml"), arguments={"date": DAY})
 
 

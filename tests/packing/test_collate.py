@@ -176,3 +176,12 @@ def test_unpack_takes_one_tensor_per_batch() -> None:
         unpack(packs, [torch.zeros(7)])
     (batch,) = pack(THREE)
     assert [len(piece) for piece in unpack(batch, batch.input_ids)] == [5, 3, 7]
+
+
+@pytest.mark.parametrize("wrong", [3, None, torch.zeros(15), torch.tensor(1.0), len])
+def test_unpack_names_the_wrong_argument(wrong: object) -> None:
+    packs = pack(THREE, max_tokens=8)
+    with refused("values", type(wrong).__name__):
+        unpack(packs, wrong)  # type: ignore[arg-type]
+    with refused("batches", type(wrong).__name__):
+        unpack(wrong, [torch.zeros(8)])  # type: ignore[arg-type]

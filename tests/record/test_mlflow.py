@@ -14,7 +14,8 @@ import pytest
 import padfree
 from padfree.config import TrackConfig
 from padfree.record import mlflow_tracker
-from padfree.record.trackers import FILE, Trackers
+from padfree.record.file_names import TRACKERS
+from padfree.record.trackers import Trackers
 from padfree.testing.models import save_with_tokenizer
 from padfree.warning import PadfreeWarning
 from tests.refused import refused
@@ -56,7 +57,7 @@ def log_three(folder: Path, step: int = 0, **settings: Any) -> str:
 
 
 def run_id(folder: Path) -> str:
-    return str(json.loads((folder / FILE).read_text())["mlflow"])
+    return str(json.loads((folder / TRACKERS).read_text())["mlflow"])
 
 
 def points(run: str, name: str) -> list[tuple[int, float]]:
@@ -117,7 +118,7 @@ def test_a_run_of_another_experiment_and_a_deleted_one_are_left_alone(tmp_path: 
     third = run_id(tmp_path / "run")
     names = [mlflow.MlflowClient().get_run(run).info.experiment_id for run in (second, third)]
     assert names[0] != names[1]
-    (tmp_path / "run" / FILE).write_text(json.dumps({"mlflow": "0" * 32}))
+    (tmp_path / "run" / TRACKERS).write_text(json.dumps({"mlflow": "0" * 32}))
     assert log_three(tmp_path / "run") not in ("0" * 32, first, second, third)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from padfree.config import TrackConfig
-from padfree.record.trackers import FILE, Trackers, _name_of, require_trackers
+from padfree.record.file_names import TRACKERS
+from padfree.record.trackers import Trackers, _name_of, require_trackers
 from padfree.warning import PadfreeWarning
 from tests.refused import refused
 
@@ -51,9 +52,9 @@ def test_wandb_offline_keeps_one_id(
     folder.mkdir()
     config = TrackConfig(wandb="padfree-tests")
     log_three(folder, config)
-    identity = json.loads((folder / FILE).read_text())["wandb"]
+    identity = json.loads((folder / TRACKERS).read_text())["wandb"]
     log_three(folder, config, step=3)
-    assert json.loads((folder / FILE).read_text())["wandb"] == identity
+    assert json.loads((folder / TRACKERS).read_text())["wandb"] == identity
     files = sorted((folder / "wandb").glob(f"offline-run-*/run-{identity}.wandb"))
     assert files
     assert b"loss" in files[0].read_bytes()
@@ -92,7 +93,7 @@ def test_trackio_resumes_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     config = TrackConfig(trackio="padfree-tests")
     log_three(tmp_path / "run", config)
     log_three(tmp_path / "run", config, step=3)
-    name = json.loads((tmp_path / "run" / FILE).read_text())["trackio"]
+    name = json.loads((tmp_path / "run" / TRACKERS).read_text())["trackio"]
     assert name.startswith("run-")
     with sqlite3.connect(tmp_path / "trackio" / "padfree-tests.db") as database:
         rows = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY step").fetchall()

@@ -191,7 +191,7 @@ def test_how_files_are_read_is_said_by_run_dry_run_and_plan(
 
 
 def test_token_ids_of_rows_are_checked_against_the_vocabulary(model_folder: Path, tmp_path: Path) -> None:
-    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1, 9999]}]
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [1, 9999], "labels": [1, 9999]}]
     config = make_config(tmp_path / "run", model_folder, write_lines(tmp_path / "a.jsonl", rows))
     with refused("data.path", r"a\.jsonl:2 has token id 9999, but the model's vocabulary"):
         preflight(config, processes=1, device_type="cpu", dry=True)

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,10 +18,11 @@ from padfree.cli.main import main
 from padfree.model.export import export_model
 from padfree.model.load import load_model
 from padfree.model.nonfinite_tensors import nonfinite_tensor
+from padfree.sample import Sample
 from padfree.segments import Segments
 from padfree.tasks.measures import TokenMeasure
 from padfree.testing.models import build, save_with_tokenizer
-from padfree.train.finite_checks import check_metrics
+from padfree.train.finite_checks import check_metrics, check_scores
 from tests.refused import refused
 
 RECIPES = Path(__file__).parents[2] / "src" / "padfree" / "recipes"
@@ -243,3 +245,18 @@ def test_a_later_loss_names_the_weights_that_are_not_finite(
     assert "padfree sft: step 1: the loss is nan" in said
     assert "; the cause is in the weights: " in said
     assert "is not finite; resume a checkpoint with a lower optimizer.lr; the samples are in" in said
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_score_that_is_not_finite_is_named_by_its_place(bad: float, index: int) -> None:
+    samples = [Sample(tokens=np.arange(3)), Sample(tokens=np.arange(4), uid="b")]
+    name = ("at index 0", "b")[index]
+    by_token = [np.zeros(3), np.zeros(4)]
+    by_token[index][2] = bad
+    with refused("critic.path", rf"the value of token 2 of sample {name} is {bad}"):
+        check_scores(by_token, samples, setting="critic.path", what="value")
+    by_sample = np.zeros(2)
+    by_sample[index] = bad
+    with refused("rollout.reward", rf"the reward of sample {name} is {bad}"):
+        check_scores([np.asarray(each) for each in by_sample], samples, setting="rollout.reward", what="reward")

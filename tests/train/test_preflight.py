@@ -354,7 +354,7 @@ def test_what_is_no_mistake_is_let_through_and_noted(models: dict[str, str], wri
 def test_what_has_no_effect_and_what_trains_nothing_is_noted(
     models: dict[str, str], write: Write, tmp_path: Path
 ) -> None:
-    rows = [*ROLLOUTS, {**ROLLOUTS[0], "loss_mask": [0, 0]}]
+    rows = [{**row, "loss_mask": [1, 1]} for row in ROLLOUTS] + [{**ROLLOUTS[0], "loss_mask": [0, 0]}]
     shared = [f"model.path={models['qwen3']}", "model.dtype=float32", f"run.folder={tmp_path / 'run'}"]
     shared += ["optimizer.lr=0", "batch.samples=8"]
     config = load_config(RECIPES / "rl.toml", [*shared, f"data.path={write('d.jsonl', *rows)}", "loss.gspo.low=0.1"])

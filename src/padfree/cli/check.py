@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from padfree.cli.json_report import clear_status, json_target, show_status, write_json
 from padfree.config import DataConfig, ModelConfig, load_config
 from padfree.config.hub import check_name
+from padfree.config.inputs import path_word
 from padfree.config.processes import processes_of
 from padfree.errors import UserError
 
@@ -42,12 +43,29 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         formatter_class=partial(argparse.HelpFormatter, max_help_position=26),
     )
     add = command.add_argument
-    add("--model", required=True, metavar="PATH", help="model: folder, Hub id, or config (random weights)")
+    add(
+        "--model",
+        type=path_word("--model"),
+        required=True,
+        metavar="PATH",
+        help="model: folder, Hub id, or config (random weights)",
+    )
     add("overrides", nargs="*", help=argparse.SUPPRESS)
-    add("--data", nargs="+", metavar="FILE", help="SFT data or rollouts (default: random tokens)")
+    add(
+        "--data",
+        type=path_word("--data"),
+        nargs="+",
+        metavar="FILE",
+        help="SFT data or rollouts (default: random tokens)",
+    )
     add("--samples", type=int, default=8, metavar="N", help="number of samples, short and long ones (default 8)")
     add("--max-length", type=int, default=1024, metavar="N", help="cut samples to N tokens (default 1024)")
-    add("--tokenizer", metavar="PATH", help="tokenizer: folder or Hub id (default: the model's)")
+    add(
+        "--tokenizer",
+        type=path_word("--tokenizer"),
+        metavar="PATH",
+        help="tokenizer: folder or Hub id (default: the model's)",
+    )
     add(
         "--sampler",
         action="store_true",
@@ -68,7 +86,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add("--layout", metavar="dp=N,cp=N", help="number of data and context ranks (needs torchrun)")
     add("--device", default="auto", metavar="NAME", help="device: auto, cpu or cuda")
-    add("--json", metavar="FILE", help="also write the report to this file")
+    add("--json", type=path_word("--json"), metavar="FILE", help="also write the report to this file")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     command.set_defaults(run=run)
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
 from padfree.config import load_config
+from padfree.config.inputs import path_word
+from padfree.config.output_sections import check_output
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,14 +39,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree data show sft data.path=train.jsonl --row train.jsonl:17",
     )
     command.add_argument("action", choices=("show",))
-    command.add_argument("recipe", help="recipe of the run: a TOML file, or a name from `padfree recipes`")
+    command.add_argument(
+        "recipe", type=path_word("recipe"), help="recipe of the run: a TOML file, or a name from `padfree recipes`"
+    )
     command.add_argument(
         "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
     )
     command.add_argument("--row", default="1", metavar="N", help="first row to show: a number or file:line (default 1)")
     command.add_argument("--rows", type=int, default=1, metavar="K", help="number of rows (default 1)")
     command.add_argument("--eval", action="store_true", help="show held-out data (eval.path)")
-    command.add_argument("--page", metavar="FILE", help="write an HTML page instead of printing")
+    command.add_argument(
+        "--page", type=path_word("--page"), metavar="FILE", help="write an HTML page instead of printing"
+    )
     command.set_defaults(run=run)
 
 
@@ -52,6 +58,12 @@ def run(settings: argparse.Namespace) -> None:
     config = load_config(settings.recipe, settings.overrides)
     if settings.rows < 1:
         raise UserError("--rows", "", "give 1 or more", value=settings.rows)
+
+    if settings.page is not None:
+        from padfree.tools.page.page import refuse_foreign
+
+        check_output(settings.page, "--page", makes_folder=True)
+        refuse_foreign(Path(settings.page), "--page")
 
     from padfree.train.data_view import shown_rows
     from padfree.train.training_data import image_settings, load_tokenizer, load_training_data

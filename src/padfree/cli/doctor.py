@@ -15,6 +15,7 @@ from padfree.cli.json_report import clear_status, json_target, show_status, writ
 from padfree.cli.main import COMMANDS
 from padfree.cli.talk_options import DEVICES, DTYPES, OneLineHelp
 from padfree.config.hub import check_name
+from padfree.config.inputs import path_word
 from padfree.errors import UserError, check_choice, need
 from padfree.tools.talk.find_model import find_model
 
@@ -30,20 +31,34 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree doctor runs/rl --server http://127.0.0.1:8000",
     )
     add = command.add_argument
-    add("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
+    add("model", type=path_word("MODEL"), metavar="MODEL", help="model, run or adapter folder, or a Hub id")
     source = command.add_mutually_exclusive_group(required=True)
     source.add_argument("--server", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
-    source.add_argument("--rollouts", metavar="FILE", help="file of rollouts with log-probabilities")
+    source.add_argument(
+        "--rollouts", type=path_word("--rollouts"), metavar="FILE", help="file of rollouts with log-probabilities"
+    )
     add("--name", metavar="NAME", help="name of the served model (default: the first)")
-    add("--previous", nargs="+", default=[], metavar="FOLDER", help="earlier weights that the server may still have")
-    add("--base", metavar="NAME", help="other base model for an adapter folder")
+    add(
+        "--previous",
+        type=path_word("--previous"),
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="earlier weights that the server may still have",
+    )
+    add("--base", type=path_word("--base"), metavar="NAME", help="other base model for an adapter folder")
     add("--temperature", type=float, default=1.0, metavar="T", help="temperature of the responses (default 1)")
     add("--dtype", default="auto", metavar="NAME", help="dtype that the server should use (default: auto)")
-    add("--chat-template", metavar="FILE", help="chat template file (default: the tokenizer's)")
+    add(
+        "--chat-template",
+        type=path_word("--chat-template"),
+        metavar="FILE",
+        help="chat template file (default: the tokenizer's)",
+    )
     add("--samples", type=int, default=16, metavar="N", help="number of rollouts to score (default 16)")
     add("--max-length", type=int, default=4096, metavar="N", help="cut rollouts to N tokens (default 4096)")
     add("--device", default="auto", metavar="NAME", help="device: auto, cpu or cuda")
-    add("--json", metavar="FILE", help="also write the report to this file")
+    add("--json", type=path_word("--json"), metavar="FILE", help="also write the report to this file")
     command.set_defaults(run=run)
 
 
@@ -59,7 +74,7 @@ def run(settings: argparse.Namespace) -> None:
         check_name(folder, "--previous")
     target = json_target(settings.json)
     files = find_model(settings.model, base=settings.base)
-    if settings.rollouts is not None and not Path(settings.rollouts).expanduser().exists():
+    if settings.rollouts is not None and not Path(settings.rollouts).exists():
         raise UserError("--rollouts", "does not exist", "give a file with rollouts", value=settings.rollouts)
 
     import torch

@@ -21,6 +21,7 @@ from padfree.cli.progress import Lines
 from padfree.cli.talk_options import DEVICES, DTYPES
 from padfree.config import load_config
 from padfree.config.hub import check_names
+from padfree.config.inputs import path_word
 from padfree.config.processes import processes_of
 from padfree.errors import UserError, need
 from padfree.tools.talk.find_model import find_model
@@ -48,20 +49,33 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         epilog="example: padfree eval sft model.path=runs/sft/model eval.path=test.jsonl",
     )
     command.add_argument(
-        "recipe", metavar="RECIPE|MODEL", help="recipe, or with --tasks the folder or Hub id of a model"
+        "recipe",
+        type=path_word("recipe"),
+        metavar="RECIPE|MODEL",
+        help="recipe, or with --tasks the folder or Hub id of a model",
     )
     command.add_argument(
         "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
     )
-    command.add_argument("--json", metavar="FILE", help="also write the metrics to this file, as JSON")
+    command.add_argument(
+        "--json", type=path_word("--json"), metavar="FILE", help="also write the metrics to this file, as JSON"
+    )
     tasks = command.add_argument_group("tasks of lm-evaluation-harness")
     tasks.add_argument("--tasks", metavar="NAME[,NAME]", help="tasks to evaluate MODEL on, without a recipe")
-    tasks.add_argument("--include-path", action="append", metavar="DIR", help="folder with YAML files of more tasks")
+    tasks.add_argument(
+        "--include-path",
+        type=path_word("--include-path"),
+        action="append",
+        metavar="DIR",
+        help="folder with YAML files of more tasks",
+    )
     tasks.add_argument("--num-fewshot", type=int, metavar="N", help="number of solved examples before each question")
     tasks.add_argument("--limit", type=int, metavar="N", help="maximum number of rows per task (default: all)")
     tasks.add_argument("--apply-chat-template", action="store_true", help="render prompts with the chat template")
     tasks.add_argument("--system", metavar="TEXT", help="system message, with --apply-chat-template")
-    tasks.add_argument("--base", metavar="NAME", help="replaces the base model that an adapter names")
+    tasks.add_argument(
+        "--base", type=path_word("--base"), metavar="NAME", help="replaces the base model that an adapter names"
+    )
     tasks.add_argument("--seed", type=int, default=0, metavar="N", help="seed of tasks that sample (default 0)")
     tasks.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="device: auto, cpu or cuda")
     tasks.add_argument(

@@ -15,6 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from padfree.config import Config
+from padfree.config.hub import DATA_FILES
 from padfree.config.loss import TASKS
 from padfree.errors import closest
 
@@ -27,8 +28,8 @@ SHORT_FLAGS = {
     "steps": "run.steps",
     "lr": "optimizer.lr",
 }
-"""The setting that each short flag sets in training commands and `padfree eval`, e.g. `--lr 1e-5` sets
-`optimizer.lr`."""
+"""The setting that each short flag sets in training commands, `padfree eval` and `padfree data show`, e.g. `--lr 1e-5`
+sets `optimizer.lr`."""
 
 STRING_SETTINGS = ("model.path", "data.path", "eval.path", "run.folder", "model.tokenizer", "run.device")
 """Settings that short flags (`SHORT_FLAGS`) always set to a string: `--folder 1` sets `run.folder` to "1"."""
@@ -45,7 +46,7 @@ OTHER_TRAINERS = {
 }
 """Names of settings in other trainers, used for suggestions in error messages."""
 
-TAKE_SETTINGS = (*TASKS, "eval")
+TAKE_SETTINGS = (*TASKS, "eval", "data")
 OWN_FLAGS = {
     "check": {
         "model.path": "--model",
@@ -63,6 +64,26 @@ OWN_FLAGS = {
 means that the setting is a positional argument, as in `padfree report FOLDER`."""
 
 
+MARK = "\0"
+"""Marks a word after `--` that begins with -, so that argparse does not take it for a flag. No word has this
+character, because the system does not allow it."""
+
+
+def with_marks(words: Sequence[str]) -> list[str]:
+    """Return the words without `--`. Each later word that begins with - is marked: it is not a flag."""
+    if "--" not in words or words[0] == "launch":  # `padfree launch` reads its own `--`
+        return list(words)
+    place = list(words).index("--")
+    return [*words[:place], *(f"{MARK}{word}" if word.startswith("-") else word for word in words[place + 1 :])]
+
+
+def without_mark(value: Any) -> Any:
+    """Return the value of an argument (a word, or a list of words) without marks."""
+    if isinstance(value, list):
+        return [without_mark(entry) for entry in value]
+    return value.removeprefix(MARK) if isinstance(value, str) and value.startswith(MARK) else value
+
+
 def normalised_words(words: Sequence[str]) -> list[str]:
     """Return the words of a command line, with settings in the form that the command takes: as `section.name=value`, or
     as a flag of the command.
@@ -70,7 +91,7 @@ def normalised_words(words: Sequence[str]) -> list[str]:
     if not words or (words[0] not in TAKE_SETTINGS and words[0] not in OWN_FLAGS):
         return list(words)
     command, found, overrides, lists = words[0], [words[0]], list[str](), dict[str, list[str]]()
-    rest = iter(words[1:])
+    rest = iter(words[1:] if "data.path" in OWN_FLAGS.get(command, {}) else _repeated(words[1:]))
     for word in rest:
         name, equals, value = word.removeprefix("--").partition("=")
         flag = word.startswith("--")
@@ -98,6 +119,19 @@ def normalised_words(words: Sequence[str]) -> list[str]:
     # The recipe must come before the overrides, because argparse takes the first word that does not belong to a flag as
     # the recipe.
     return [*found, *overrides, *(f"{setting}={json.dumps(values)}" for setting, values in lists.items())]
+
+
+def _repeated(words: Sequence[str]) -> list[str]:
+    """Return the words with one flag per file: `--data a.jsonl b.jsonl`, which a shell makes of `--data *.jsonl`,
+    becomes `--data a.jsonl --data b.jsonl`.
+    """
+    found: list[str] = []
+    for word in words:
+        is_file = word.endswith(DATA_FILES) and "=" not in word and not word.startswith("-")
+        if is_file and found[-2:-1] == ["--data"]:
+            found.append("--data")
+        found.append(word)
+    return found
 
 
 def _setting(command: str, name: str) -> str | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from padfree.cli.main import COMMANDS
 from padfree.cli.talk_options import OneLineHelp, Output, add_options, read_lines, speaker_of
+from padfree.config.inputs import path_word
 from padfree.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_options(command)
     command.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompt text, or '-' for standard input")
-    command.add_argument("--prompts", metavar="FILE", help="file with one prompt per line, or '-' for stdin")
+    command.add_argument(
+        "--prompts", type=path_word("--prompts"), metavar="FILE", help="file with one prompt per line, or '-' for stdin"
+    )
     command.add_argument("--plain", action="store_true", help="send prompts without the chat template")
     command.set_defaults(run=run)
 
@@ -101,7 +104,7 @@ def _lines_of(name: str) -> list[str]:
     if name == STDIN:
         lines = list(read_lines(sys.stdin, "--prompts"))
     else:
-        path = Path(name).expanduser()
+        path = Path(name)
         if path.exists() and not path.is_file():
             raise UserError("--prompts", f"{name} is not a file", "give a file with one prompt per line")
         try:

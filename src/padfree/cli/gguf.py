@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from padfree.cli.main import COMMANDS
+from padfree.config.inputs import path_word
 from padfree.errors import UserError
 from padfree.tools.talk.find_model import find_model
 
@@ -18,14 +19,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Write a model and its tokenizer to one GGUF file in bfloat16. Adapters are merged.",
         epilog="example: padfree export runs/sft sft.gguf",
     )
-    command.add_argument("model", metavar="MODEL", help="a model folder, a run folder, an adapter folder or a Hub id")
-    command.add_argument("file", metavar="FILE", help="the file to write; its name ends in .gguf")
-    command.add_argument("--base", metavar="MODEL", help="the base model of adapters, if not the one that they name")
+    command.add_argument(
+        "model",
+        type=path_word("MODEL"),
+        metavar="MODEL",
+        help="a model folder, a run folder, an adapter folder or a Hub id",
+    )
+    command.add_argument(
+        "file", type=path_word("FILE"), metavar="FILE", help="the file to write; its name ends in .gguf"
+    )
+    command.add_argument(
+        "--base",
+        type=path_word("--base"),
+        metavar="MODEL",
+        help="the base model of adapters, if not the one that they name",
+    )
     command.set_defaults(run=run)
 
 
 def run(settings: argparse.Namespace) -> None:
-    path = Path(settings.file).expanduser()
+    path = Path(settings.file)
     if path.suffix != ".gguf":
         raise UserError("FILE", "is not a name of a GGUF file", "give a name that ends in .gguf", value=settings.file)
     if path.exists():

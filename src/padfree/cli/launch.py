@@ -37,6 +37,7 @@ from padfree.cli.host_connection import (
 from padfree.cli.main import COMMANDS, parsed
 from padfree.cli.on_host import RELEASE, shutdown_seconds, source_digest
 from padfree.cli.slurm import write_script
+from padfree.config.inputs import path_word
 from padfree.config.loss import TASKS
 from padfree.errors import UserError
 
@@ -77,15 +78,27 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add = command.add_argument
     add("--hosts", metavar="A,B,...", help="host names for ssh; the first has rank 0")
-    add("--slurm", metavar="FILE", help="write a batch script for sbatch, and run nothing")
+    add("--slurm", type=path_word("--slurm"), metavar="FILE", help="write a batch script for sbatch, and run nothing")
     add("--nodes", type=int, metavar="N", help="with --slurm: number of nodes")
     add("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="with --slurm: an option of sbatch")
     add("--dry-run", action="store_true", help="with --slurm: print the script, and write nothing")
     add("--processes", type=int, metavar="N", help="processes per host (default: one per GPU)")
     add("--restarts", type=int, default=0, metavar="N", help="restarts by torchrun (default 0)")
     add("--address", metavar="HOST[:PORT]", help=f"rendezvous address (default: first host, port {PORT})")
-    add("--folder", default=".", metavar="PATH", help="working directory on each host (default: this one)")
-    add("--python", default=sys.executable, metavar="PATH", help="Python on each host (default: this one)")
+    add(
+        "--folder",
+        type=path_word("--folder"),
+        default=".",
+        metavar="PATH",
+        help="working directory on each host (default: this one)",
+    )
+    add(
+        "--python",
+        type=path_word("--python"),
+        default=sys.executable,
+        metavar="PATH",
+        help="Python on each host (default: this one)",
+    )
     add("--ssh", default=SSH, metavar="WORDS", help="ssh command with options (default: ssh)")
     add("words", nargs=argparse.REMAINDER, metavar="COMMAND ...", help="what to run: " + ", ".join(LAUNCHED))
     command.set_defaults(run=run)

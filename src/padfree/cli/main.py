@@ -18,10 +18,11 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from padfree.cli.flags import OVERRIDE, normalised_words, suggestion
+from padfree.cli.flags import OVERRIDE, normalised_words, suggestion, with_marks, without_mark
 from padfree.cli.output import ErrorRecordingStream, error_recording_stdout, open_closed_descriptors, surviving_streams
+from padfree.config.inputs import PathWord, user_path
 from padfree.config.loss import TASKS
 from padfree.config.recipe_files import default_recipe
 from padfree.errors import EXIT_BUG, UserError, bug_note, system_error
@@ -92,15 +93,20 @@ def parser(loaded: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser
 def parsed(words: Sequence[str]) -> argparse.Namespace:
     """Parse the words of a command line; argparse exits with code 2 if that fails."""
     commands = parser(words[:1])
-    settings, rest = commands.parse_known_args(normalised_words(words))
-    if hasattr(settings, "prompt") and all(word == "-" or not word.startswith("-") for word in rest):
+    settings, rest = commands.parse_known_args(normalised_words(with_marks(words)))
+    takes_rest = all(word == "-" or not word.startswith("-") for word in rest)
+    rest = [without_mark(word) for word in rest]
+    for name, value in vars(settings).items():
+        setattr(settings, name, without_mark(value))
+    if hasattr(settings, "prompt") and takes_rest:
         settings.prompt = [*settings.prompt, *rest]  # argparse leaves prompts that follow a flag in `rest`
         return settings
     taken = next((name for name in ("overrides", "settings") if hasattr(settings, name)), None)
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if rest and (overrides != rest or taken is None):
         unknown = next((word for word in rest if word not in overrides), rest[0])
-        commands.error(f"unrecognized arguments: {' '.join(rest)}{suggestion(unknown, words[0])}")
+        meant = "; write -- before a prompt that begins with -" if hasattr(settings, "prompt") else ""
+        commands.error(f"unrecognized arguments: {' '.join(rest)}{suggestion(unknown, words[0])}{meant}")
     if overrides and taken is not None:  # argparse leaves settings that follow a flag in `rest`
         setattr(settings, taken, [*getattr(settings, taken), *overrides])
     if settings.command in TRAINING and (settings.recipe is None or OVERRIDE.match(settings.recipe)):
@@ -109,6 +115,15 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         if settings.recipe is None:
             commands.error("the following arguments are required: recipe; `padfree recipes` lists the recipes")
     return settings
+
+
+def checked_paths(value: Any) -> Any:
+    """Return the value of an argument, with `~` expanded if it is a path or a list of paths. Raise a `UserError` if a
+    path is empty or names an unknown home.
+    """
+    if isinstance(value, list):
+        return [checked_paths(entry) for entry in value]
+    return user_path(value, value.option) if isinstance(value, PathWord) else value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -137,6 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 listening as settings.signals,
                 refusing,
             ):
+                for name, value in list(vars(settings).items()):
+                    setattr(settings, name, checked_paths(value))
                 code: int | None = settings.run(settings)
         except StopRequested as stop:
             return 128 + stop.number  # `StopSignals` has printed the message

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from padfree.config import Config, load_config
 from padfree.config.hub import check_name, check_names
+from padfree.config.inputs import path_word
 from padfree.config.output_sections import check_output
 from padfree.errors import UserError
 
@@ -47,10 +48,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = command.add_argument
     add("-h", "--help", action="help", help=argparse.SUPPRESS)
     add("settings", nargs="*", help=argparse.SUPPRESS)
-    add("--data", action="append", metavar="PATH", help="training data: file, folder or Hub id; may be repeated")
+    add(
+        "--data",
+        type=path_word("--data"),
+        action="append",
+        metavar="PATH",
+        help="training data: file, folder or Hub id; may be repeated",
+    )
     add("--rollouts", action="store_true", help="--data holds rollouts, and a batch takes whole groups")
-    add("--lengths", metavar="FILE", help="file of sample lengths (.npy or text), instead of --data")
-    add("--model", metavar="PATH", help="model: folder, Hub id or config; no weights are loaded")
+    add(
+        "--lengths",
+        type=path_word("--lengths"),
+        metavar="FILE",
+        help="file of sample lengths (.npy or text), instead of --data",
+    )
+    add(
+        "--model",
+        type=path_word("--model"),
+        metavar="PATH",
+        help="model: folder, Hub id or config; no weights are loaded",
+    )
     add("--ranks", type=int, metavar="N", default=1, help="number of devices (default 1)")
     add("--cp", type=int, metavar="N", help="number of context ranks that share a pack (default 1)")
     add("--max-tokens", type=int, metavar="N", help="maximum tokens of a micro-batch on one device")
@@ -64,7 +81,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--link-inside", help=argparse.SUPPRESS)
     add("--link-between", help=argparse.SUPPRESS)
     add("--exact-steps", default="128", help=argparse.SUPPRESS)
-    add("--html", metavar="FILE", help="write an HTML page with figures")
+    add("--html", type=path_word("--html"), metavar="FILE", help="write an HTML page with figures")
     add("--json", action="store_true", help="print the numbers as JSON")
     add("--suggest", action="store_true", help="recommend --max-tokens, --cp and --layout")
     add("--calibrate", action="store_true", help="measure the cost model on this device")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from padfree.config.inputs import path_word
+
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
@@ -12,8 +14,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Write one HTML page with plots of all metrics, events and settings. The page needs no network.",
         epilog="example: padfree report runs/sft runs/sft-lora --output compare.html --names all,lora",
     )
-    command.add_argument("runs", nargs="+", metavar="RUN", help="run folder (run.folder of a run)")
-    command.add_argument("--output", help="file to write (default: report.html in or next to the first run folder)")
+    command.add_argument(
+        "runs", type=path_word("RUN"), nargs="+", metavar="RUN", help="run folder (run.folder of a run)"
+    )
+    command.add_argument(
+        "--output",
+        type=path_word("--output"),
+        help="file to write (default: report.html in or next to the first run folder)",
+    )
     command.add_argument("--names", help="names of the runs, separated by commas (default: names of the folders)")
     command.set_defaults(run=run)
 

@@ -7,6 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from padfree.config.inputs import path_word
 from padfree.errors import UserError
 from padfree.tools.json_objects import parsed_object
 from padfree.tools.talk.find_model import find_model
@@ -29,8 +30,12 @@ class OneLineHelp(argparse.HelpFormatter):
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options that `padfree generate` and `padfree chat` share."""
-    command.add_argument("model", metavar="MODEL", help="model, run or adapter folder, or a Hub id")
-    command.add_argument("--base", metavar="NAME", help="replaces the base model that an adapter names")
+    command.add_argument(
+        "model", type=path_word("MODEL"), metavar="MODEL", help="model, run or adapter folder, or a Hub id"
+    )
+    command.add_argument(
+        "--base", type=path_word("--base"), metavar="NAME", help="replaces the base model that an adapter names"
+    )
     command.add_argument("--system", metavar="TEXT", help="system message")
     command.add_argument(
         "--max-new-tokens", type=int, default=512, metavar="N", help="maximum length of an answer (default %(default)s)"
@@ -46,7 +51,12 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--min-p", type=float, default=0.0, metavar="P", help="least probability relative to the likeliest token"
     )
     command.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default 0)")
-    command.add_argument("--chat-template", metavar="FILE", help="chat template file (default: the tokenizer's)")
+    command.add_argument(
+        "--chat-template",
+        type=path_word("--chat-template"),
+        metavar="FILE",
+        help="chat template file (default: the tokenizer's)",
+    )
     command.add_argument("--template-arguments", metavar="JSON", help='template variables: {"enable_thinking": false}')
     command.add_argument("--json", action="store_true", help="print JSON lines: text, end (reason), tokens, logprobs")
     command.add_argument("--device", choices=DEVICES, default="auto", metavar="NAME", help="device: auto, cpu or cuda")

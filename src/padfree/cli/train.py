@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -24,7 +25,7 @@ from padfree.cli.main import STOPPED
 from padfree.cli.progress import Lines, progress
 from padfree.cli.slurm import is_job_description, processes_of_job, recipe_script, write_recipe_script
 from padfree.config import Config, load_config
-from padfree.config.inputs import check_regular
+from padfree.config.inputs import check_regular, path_word
 from padfree.config.loss import TASKS
 from padfree.config.processes import processes_of
 from padfree.config.recipe_files import default_recipe, recipe_path
@@ -53,7 +54,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
             description=f"{text[0].upper()}{text[1:]}. Settings: a TOML recipe, changed by section.name=value.",
             epilog=f"example: padfree {name} {default_recipe(name) or 'rl-local'} model.path=my-model --dry-run",
         )
-        command.add_argument("recipe", nargs="?", help="TOML file, or a name that `padfree recipes` lists")
+        command.add_argument(
+            "recipe", type=path_word("recipe"), nargs="?", help="TOML file, or a name that `padfree recipes` lists"
+        )
         command.add_argument(
             "overrides", nargs="*", metavar="section.name=value", help="settings that replace those of the recipe"
         )
@@ -70,10 +73,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(settings: argparse.Namespace) -> int:
+    if settings.all and not settings.dry_run:
+        raise UserError("--all", "needs --dry-run", "add --dry-run, or leave --all out")
     overrides = list(settings.overrides)
     if settings.on_bad_row is not None:
         overrides.append(f"data.on_bad_row={settings.on_bad_row}")
-    config = load_config(settings.recipe, overrides)
+    config = load_config(settings.recipe, overrides, kind=TASKS[settings.command].kind)
     if config.loss.command != settings.command:
         raise UserError(
             "loss.kind",
@@ -309,15 +314,14 @@ def traffic_lines(
 
 
 def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield settings as lines of TOML. TOML has no null, so settings that are None become comments.
+    """Yield settings as lines of TOML. TOML has no null, so None is written as the string "none".
 
     `prefix`: the start of table names, e.g. "loss." for `[loss.clip]`.
     """
-    tables = {name: value for name, value in values.items() if isinstance(value, Mapping) and name != "columns"}
+    tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
     for name, value in values.items():
-        if name in tables:
-            continue
-        yield f"# {name} = none" if value is None else f"{name} = {_toml(value)}"
+        if name not in tables:
+            yield f"{_toml_key(name)} = {_toml(value)}"
     for name, table in tables.items():
         yield f"[{prefix}{name}]"
         yield from recipe_lines(table, f"{prefix}{name}.")
@@ -325,11 +329,17 @@ def recipe_lines(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(name)} = {_toml(entry)}" for name, entry in value.items()) + " }"
-    if isinstance(value, (list, tuple)) and any(isinstance(entry, Mapping) for entry in value):
-        given = [{name: each for name, each in entry.items() if each is not None} for entry in value]
-        return f"[{', '.join(map(_toml, given))}]"
-    return json.dumps(value, ensure_ascii=False)  # JSON strings, numbers, booleans and lists are valid TOML
+        return "{ " + ", ".join(f"{_toml_key(name)} = {_toml(entry)}" for name, entry in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, float):
+        return repr(value)  # also inf, which JSON does not have
+    # JSON strings, numbers and booleans are valid TOML, except that TOML does not allow the raw character U+007F.
+    return json.dumps("none" if value is None else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _toml_key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else _toml(name)
 
 
 def memory_lines(memory: MemoryEstimate, config: Config) -> Iterator[str]:

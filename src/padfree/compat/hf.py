@@ -33,6 +33,12 @@ from padfree.sample import Sample
 
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")
 """Keys of a feature that hold a loss mask. A token is trained if all masks of its feature are 1."""
+USED = ("input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", *MASKS)
+"""Keys of a feature that the collator uses.
+
+Other keys are ignored if they hold no list or array of numbers (texts, messages, single numbers), and so are
+`special_tokens_mask` and a `token_type_ids` of zeros. All other keys are refused.
+"""
 
 
 @runtime_checkable
@@ -45,8 +51,8 @@ class Wrapped(Protocol):
 class PackedCollator:
     """Data collator: joins the features of a batch into one pack, padded to `length` or to a multiple of `multiple_of`.
 
-    A feature is a dict that has `input_ids`, and optionally `labels` (not shifted) or loss masks. A feature with
-    several sequences gives their lengths in `seq_lengths`. `model` is the model to train.
+    A feature is a dict with `input_ids`, and optionally `labels` (not shifted) or loss masks. A feature with several
+    sequences has their `seq_lengths`, or `position_ids` that restart at 0. `model` is the model to train.
     """
 
     def __init__(self, model: nn.Module, *, length: int | None = None, multiple_of: int = 1) -> None:
@@ -103,6 +109,7 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
         raise UserError(
             "features", f"example {index} has no input_ids (it has {sorted(feature)})", "tokenise the data first"
         )
+    _check_keys(feature, index)
     tokens = integer_array(feature["input_ids"], f"input_ids of example {index}")
     attention = feature.get("attention_mask")
     if attention is not None and not host_array(attention, f"attention_mask of example {index}").all():
@@ -124,19 +131,61 @@ def _samples(feature: Mapping[str, Any], index: int) -> list[Sample]:
                 "give labels that are not shifted, and -100 for untrained tokens",
             )
         mask &= trained
-    lengths = feature.get("seq_lengths")
-    lengths = [len(tokens)] if lengths is None else integer_array(lengths, f"seq_lengths of example {index}").tolist()
+    lengths = _lengths(feature, tokens, index)
+    borders = np.cumsum(lengths)[:-1]
+    return [
+        Sample(tokens=part, loss_mask=part_mask)
+        for part, part_mask in zip(np.split(tokens, borders), np.split(mask, borders), strict=True)
+    ]
+
+
+def _check_keys(feature: Mapping[str, Any], index: int) -> None:
+    """Raise a `UserError` if a key of a feature may be neither used nor ignored (see `USED`)."""
+    for key in feature.keys() - {*USED, "special_tokens_mask"}:
+        value = feature[key]
+        if key == "token_type_ids" and value is not None and not host_array(value, key).any():
+            continue
+        if _holds_numbers(value):
+            raise UserError(
+                key, f"is not used by PackedCollator, but example {index} has it", f"remove {key} from the features"
+            )
+
+
+def _holds_numbers(value: object) -> bool:
+    """Return whether a value is a list or an array that holds numbers."""
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(one, (int, float)) or _holds_numbers(one) for one in value)
+    array = value.ndim > 0 if isinstance(value, (torch.Tensor, np.ndarray)) else False
+    return array and not (isinstance(value, np.ndarray) and value.dtype.kind not in "biuf")
+
+
+def _lengths(feature: Mapping[str, Any], tokens: NDArray[Any], index: int) -> list[int]:
+    """Return the lengths of the sequences of a feature, from `seq_lengths` or `position_ids`."""
+    found = [len(tokens)]
+    if feature.get("position_ids") is not None:
+        positions = _per_token(feature["position_ids"], "position_ids", tokens, index)
+        starts = np.flatnonzero(positions == 0)
+        found = np.diff([*starts, len(tokens)]).tolist()
+        if len(tokens) and not np.array_equal(positions, np.concatenate([np.arange(length) for length in [*found, 0]])):
+            raise UserError(
+                "position_ids",
+                f"of example {index} do not count 0, 1, 2, ... in each sequence",
+                "give the lengths of the sequences in seq_lengths instead",
+            )
+    if feature.get("seq_lengths") is None:
+        return found
+    lengths: list[int] = integer_array(feature["seq_lengths"], f"seq_lengths of example {index}").tolist()
     if sum(lengths) != len(tokens) or min(lengths, default=0) < 0:
         raise UserError(
             "seq_lengths",
             f"add up to {sum(lengths)}, but example {index} has {len(tokens)} tokens",
             "give lengths that add up to the number of tokens",
         )
-    borders = np.cumsum(lengths)[:-1]
-    return [
-        Sample(tokens=part, loss_mask=part_mask)
-        for part, part_mask in zip(np.split(tokens, borders), np.split(mask, borders), strict=True)
-    ]
+    if feature.get("position_ids") is not None and [length for length in lengths if length] != found:
+        raise UserError(
+            "seq_lengths", f"and position_ids of example {index} give different sequences", "remove one of the two keys"
+        )
+    return lengths
 
 
 def _per_token(values: Any, key: str, tokens: NDArray[Any], index: int) -> NDArray[Any]:

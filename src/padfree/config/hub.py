@@ -16,7 +16,7 @@ from typing import Literal
 
 from padfree.config.config import Config
 from padfree.config.functions import model_of
-from padfree.config.inputs import check_regular
+from padfree.config.inputs import check_regular, is_data_file
 from padfree.errors import UserError
 
 SECONDS = 10.0
@@ -24,9 +24,6 @@ SECONDS = 10.0
 
 KINDS = {"model": ("config.json", "tokenizer_config.json"), "dataset": ("README.md", ".gitattributes")}
 """Files that show that the Hub's cache holds a model or a data set."""
-
-
-DATA_FILES = (".jsonl", ".json", ".parquet")
 
 
 GIVEN_TEXT = ("rollout.reward", "eval.reward")
@@ -54,7 +51,7 @@ def check_names(config: Config) -> None:
         check_name(model, setting)
     for part, names in (("data", config.data.paths), ("eval.path", config.eval.path)):
         for name in names:
-            if Path(name).suffix in DATA_FILES and len(name) < 255 and not Path(name).expanduser().exists():
+            if is_data_file(name) and len(name) < 255 and not Path(name).expanduser().exists():
                 raise UserError(part, f"{name} does not exist", "give a file, a folder or a Hub id")
 
 

@@ -11,10 +11,10 @@ user has given are reported.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from padfree.config.config import Config
 from padfree.config.functions import model_of
+from padfree.config.inputs import has_splits, is_hub_id
 from padfree.config.loss import CORRECTIONS, OBJECTIVES, TASK_TABLES
 from padfree.config.loss_settings import TaskSettings
 
@@ -73,16 +73,16 @@ _conversations = _first(
 )
 
 
-def _data_split(config: Config) -> str | None:
-    return None if _any_on_hub(config.data.paths) else "because data.path names files and not a Hub id"
+def _names_any(kind: Callable[[str], bool], setting: str, what: str) -> Reason:
+    """Return a rule for a setting that is read if a path in `setting` is of this kind."""
+    paths: dict[str, Callable[[Config], tuple[str, ...]]] = {
+        "data.path": lambda config: config.data.paths,
+        "eval.path": lambda config: config.eval.path,
+    }
+    return _unless(lambda config: any(map(kind, paths[setting](config))), lambda _: f"because {setting} names {what}")
 
 
-def _eval_split(config: Config) -> str | None:
-    return None if _any_on_hub(config.eval.path) else "because eval.path names files and not a Hub id"
-
-
-def _any_on_hub(paths: tuple[str, ...]) -> bool:
-    return any(not Path(path).exists() for path in paths)
+_NO_SPLITS = "neither a Hub id nor a folder of DatasetDict.save_to_disk"
 
 
 READ_BY: dict[str, Reason | None] = {
@@ -175,16 +175,21 @@ READ_BY: dict[str, Reason | None] = {
     "rollout.min_p": _sampled,
     "rollout.min_new_tokens": _sampled,
     "data.path": None,
-    "data.subset": _data_split,
-    "data.split": _data_split,
+    "data.subset": _names_any(is_hub_id, "data.path", "no Hub id"),
+    "data.split": _names_any(has_splits, "data.path", _NO_SPLITS),
     "data.columns": None,
     "data.sources": None,
     "data.loss_on": _conversations,
-    "data.turns": _conversations,
+    "data.turns": _first(
+        _conversations, _unless(lambda config: config.data.loss_on != "all", lambda _: "with data.loss_on=all")
+    ),
     "data.system": None,
     "data.prompt_template": None,
     "data.prompt_format": None,
-    "data.chat_template": None,
+    "data.chat_template": _unless(
+        lambda config: config.data.prompt_format != "plain" or config.rollout.has_episodes,
+        lambda _: "with data.prompt_format=plain",
+    ),
     "data.append_eos": _unless(
         lambda config: config.rollout.source is None or model_of(config.rollout.reward) is not None,
         lambda _: "in a run that samples responses",
@@ -292,7 +297,7 @@ READ_BY: dict[str, Reason | None] = {
     "track.trackio": None,
     "track.mlflow": None,
     "eval.path": None,
-    "eval.split": _first(_evaluated, _eval_split),
+    "eval.split": _first(_evaluated, _names_any(has_splits, "eval.path", _NO_SPLITS)),
     "eval": _evaluated,
     "run.folder": None,
     "run.steps": None,

@@ -1,4 +1,4 @@
-"""Refuse FIFOs, sockets and devices among the files that a setting names.
+"""Paths that a user gives: expand `~`, tell files, folders and Hub ids apart, refuse FIFOs, sockets and devices.
 
 Opening a FIFO blocks until another process writes to it, possibly for ever.
 """
@@ -8,10 +8,16 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
+from padfree.config.packaged import is_packaged
 from padfree.errors import UserError
 
+DATA_FILES = (".jsonl", ".json", ".parquet")
+"""The suffixes of data files, in upper or lower case."""
+SAVED = ("state.json", "dataset_dict.json")
+"""The files that the datasets package writes into a folder with `save_to_disk`. The second has several splits."""
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -20,6 +26,57 @@ KINDS = {
 }
 OPEN_ALREADY = re.compile(r"/dev/(stdin|stdout|stderr|fd/\d+)|/proc/(self|\d+)/fd/\d+")
 """Matches paths of open file descriptors, such as `/dev/stdin` and a shell's `<(...)`."""
+
+
+def user_path(path: str, setting: str) -> str:
+    """Return the path with `~` expanded. Raise a `UserError` about `setting` for an empty path, a null character or an
+    unknown home.
+    """
+    if not path.strip():
+        raise UserError(setting, "is empty", "give a path", value=path)
+    if "\0" in path:
+        raise UserError(setting, "", "remove the null character", value=path)
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        fix = f"give the full path, or ./{path} if the name of the file begins with ~"
+        raise UserError(setting, "names the home folder of an unknown user", fix, value=path)
+    return found
+
+
+class PathWord(str):
+    """A path on the command line. `option`: the name of its option or argument, for error messages."""
+
+    option: str
+
+
+def path_word(option: str) -> Callable[[str], PathWord]:
+    """Return the `type` of an argument of argparse that is a path. `padfree.cli.main` checks the path later."""
+
+    def made(text: str) -> PathWord:
+        word = PathWord(text)
+        word.option = option
+        return word
+
+    return made
+
+
+def is_data_file(path: str | Path) -> bool:
+    return Path(path).suffix.lower() in DATA_FILES
+
+
+def is_saved_dataset(folder: str | Path) -> bool:
+    """Return whether a folder was written by `save_to_disk` of the datasets package."""
+    return any(os.path.exists(os.path.join(folder, name)) for name in SAVED)
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a data path is the id of a data set of the Hub: it is neither on disk nor a data file."""
+    return not (is_data_file(name) or is_packaged(name) or os.path.exists(os.path.expanduser(name)))
+
+
+def has_splits(name: str) -> bool:
+    """Return whether a data path can have several splits: a Hub id, or a folder of `DatasetDict.save_to_disk`."""
+    return is_hub_id(name) or os.path.exists(os.path.join(os.path.expanduser(name), SAVED[1]))
 
 
 def special_kind(path: str | Path, *, once: bool = True) -> str | None:

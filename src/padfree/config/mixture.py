@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from padfree.config.inputs import has_splits, is_hub_id
 from padfree.config.model_sections import expand_home
 from padfree.config.setting import SAMPLES, STAYS, setting
 from padfree.errors import need
@@ -50,7 +51,7 @@ class DataSource:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "data.sources.", "path")
 
     @property
     def label(self) -> str:
@@ -63,8 +64,14 @@ class DataSource:
         return Fraction(repr(self.weight))
 
 
-def check_sources(sources: Sequence[DataSource]) -> None:
-    """Raise a `UserError` that names the source, such as `data.sources.0`, if the sources cannot be mixed."""
+def check_sources(sources: Sequence[DataSource], columns: Mapping[str, str], split: str, subset: str | None) -> None:
+    """Raise a `UserError` that names the source, such as `data.sources.0`, if the sources cannot be mixed.
+
+    `columns`, `split`, `subset`: the settings of `[data]`, for sources without their own.
+    """
+    ways = [
+        (columns if one.columns is None else one.columns, one.split or split, one.subset or subset) for one in sources
+    ]
     names: dict[str, int] = {}
     for number, source in enumerate(sources):
         where = f"data.sources.{number}"
@@ -84,18 +91,26 @@ def check_sources(sources: Sequence[DataSource]) -> None:
         fix = f"set {where}.name to another name: data.sources.{first} has this one"
         need(first == number, f"{where}.name", source.label, fix)
         for earlier, other in enumerate(sources[:number]):
-            _check_apart(source, other, where, f"data.sources.{earlier}")
+            _check_apart((source, ways[number]), (other, ways[earlier]), where, f"data.sources.{earlier}")
 
 
-def _check_apart(source: DataSource, other: DataSource, where: str, there: str) -> None:
+_Way = tuple[DataSource, tuple[Mapping[str, str], str, str | None]]
+"""A source with the columns, the split and the subset with which it is read."""
+
+
+def _check_apart(source: _Way, other: _Way, where: str, there: str) -> None:
     """Raise a `UserError` if two sources read the same data.
 
     `where`, `there`: the names of `source` and `other` in messages, such as `data.sources.0`.
     """
-    if (source.columns, source.split, source.subset) != (other.columns, other.split, other.subset):
+    (columns, split, subset), (other_columns, other_split, other_subset) = source[1], other[1]
+    if columns != other_columns:
         return
-    for path in source.path:
-        for known in other.path:
+    for path in source[0].path:
+        # The split and the subset of a file have no effect.
+        if (has_splits(path) and split != other_split) or (is_hub_id(path) and subset != other_subset):
+            continue
+        for known in other[0].path:
             mine, yours = Path(path).resolve(), Path(known).resolve()
             inside = mine == yours or any(
                 folder in file.parents and folder.is_dir() for folder, file in ((mine, yours), (yours, mine))

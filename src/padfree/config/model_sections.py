@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from os.path import expanduser
 from typing import Any
 
 from padfree.choices import ComputeDtype, Init, LoraExport
+from padfree.config.inputs import user_path
 from padfree.config.loss_settings import ValueSettings
 from padfree.config.setting import BETWEEN, SAMPLES, STAYS, check_table, need_of, setting
 from padfree.errors import need
@@ -19,14 +19,18 @@ NAMED = "give a folder or a Hub id, or leave it out"
 GAE = need_of("loss.advantage", "gae", fix="leave it out, or set loss.advantage=gae")
 
 
-def expand_home(section: Any, *names: str) -> None:
-    """Expand `~` in the fields `names` of `section`, because a shell does not expand `~` in `model.path=~/model`."""
+def expand_home(section: Any, prefix: str, *names: str) -> None:
+    """Expand `~` in the fields `names` of `section`, because a shell does not expand `~` in `model.path=~/model`.
+
+    `prefix`: the start of the names of the settings, such as "model.". Other rules refuse empty strings.
+    """
     for name in names:
         value = getattr(section, name)
-        if isinstance(value, str):
-            object.__setattr__(section, name, expanduser(value))
+        if isinstance(value, str) and value:
+            object.__setattr__(section, name, user_path(value, f"{prefix}{name}"))
         elif isinstance(value, tuple):
-            object.__setattr__(section, name, tuple(expanduser(entry) for entry in value))
+            found = tuple(user_path(entry, f"{prefix}{name}") if entry else entry for entry in value)
+            object.__setattr__(section, name, found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +46,10 @@ class ModelConfig:
         "weights", about="Start from the weights of model.path, or from random weights drawn with run.seed."
     )
     tokenizer: str | None = setting(
-        None, about="A folder or Hub id of a tokenizer; if none, the tokenizer of the model.", resume=SAMPLES
+        None,
+        about="A folder or Hub id of a tokenizer; if none, the tokenizer of the model.",
+        filled=NAMED,
+        resume=SAMPLES,
     )
     dtype: ComputeDtype = setting(
         "float32",
@@ -67,7 +74,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path", "tokenizer")
+        expand_home(self, "model.", "path", "tokenizer")
         check_table(self, "model.")
         fix = "give names of model parts, or patterns of parameter names"
         need(all(self.freeze), "model.freeze", list(self.freeze), fix)
@@ -139,7 +146,7 @@ class ReferenceConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "reference.", "path")
         check_table(self, "reference.")
 
 
@@ -161,7 +168,7 @@ class TeacherConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "teacher.", "path")
         check_table(self, "teacher.")
 
 
@@ -233,7 +240,7 @@ class CriticConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "critic.", "path")
         check_table(self, "critic.")
 
     def value_settings(self) -> ValueSettings:

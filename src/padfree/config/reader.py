@@ -7,9 +7,9 @@ import math
 import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -32,18 +32,20 @@ LARGEST_COUNT = (1 << 53) - 1
 """Maximum value of an int setting. Up to here, a float64 represents every integer exactly."""
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), *, kind: str | None = None) -> Config:
     """Read a TOML file, apply `section.name=value` overrides, and return the checked settings.
 
-    If `path` is None, there are only overrides and defaults.
+    If `path` is None, there are only overrides and defaults. `kind`: the default of `loss.kind`.
     """
     values: dict[str, Any] = {} if path is None else read_recipe(path)
-    kind = _loss_of(values).get("kind")
+    kind_in_file = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
     if path is not None:
         said = {override.partition("=")[0].strip() for override in overrides}
-        _check_bounds_are_meant(values, kind, said, path)
+        _check_bounds_are_meant(values, kind_in_file, said, path)
+    if kind is not None and isinstance(loss := values.setdefault("loss", {}), dict):
+        loss.setdefault("kind", kind)
     return config_from_dict(values)
 
 
@@ -137,7 +139,9 @@ def _override(values: dict[str, Any], override: str) -> None:
         )
     place: Any = values
     for part in parts[:-1]:
-        place = _entry(place, part, override) if isinstance(place, list) else place.setdefault(part, {})
+        if isinstance(place, dict) and _plain(place.get(part)) is None:
+            place[part] = {}
+        place = _entry(place, part, override) if isinstance(place, list) else place[part]
         if not isinstance(place, (dict, list)):
             raise UserError(
                 "override",
@@ -165,15 +169,27 @@ def _entry(entries: list[Any], part: str, override: str) -> Any:
     return entries[int(part)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Typed:
+    """The value of an override that may be meant as a string, such as 2024 in `run.folder=2024`."""
+
+    text: str
+    value: Any
+
+
 def _parsed(text: str) -> Any:
-    """Parse the value of an override as TOML. Text that is not TOML is a string, and `none` is None."""
+    """Parse the value of an override as TOML. Text that is not TOML is a string, and `none` is None.
+
+    Numbers, dates, true, false and none keep their text, because a string setting takes it.
+    """
     if text.lower() in ("none", "null"):
-        return None
+        return _Typed(text, None)
     try:
         found = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
         return text
-    return found["value"] if found.keys() == {"value"} else text
+    value = found["value"] if found.keys() == {"value"} else text
+    return value if isinstance(value, (str, list, dict)) else _Typed(text, value)
 
 
 def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
@@ -181,6 +197,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
 
     The names of all settings that have a value other than None are added to `named`.
     """
+    values = _plain(values)
     if not isinstance(values, Mapping):
         raise UserError(
             f"{prefix.rstrip('.')}", "is not a table", f"write [{prefix.rstrip('.')}] and its settings", value=values
@@ -199,7 +216,7 @@ def _build(kind: type[Any], values: Any, prefix: str, named: set[str]) -> Any:
     given: dict[str, Any] = {}
     for name, entry in names.items():
         hint = hints[name]
-        if name in values and not is_dataclass(hint) and values[name] is not None:
+        if name in values and not is_dataclass(hint) and not _is_none(_plain(values[name])):
             named.add(f"{prefix}{name}")
         if name in values and is_dataclass(hint):
             given[name] = _build(hint, values[name], f"{prefix}{name}.", named)  # type: ignore[arg-type]
@@ -228,6 +245,9 @@ def _tables(kind: type[Any], values: Any, name: str) -> tuple[Any, ...]:
     """Build an object of the dataclass `kind` from each table (dict) in `values`, which is a list of tables or a single
     table.
     """
+    values = _plain(values)
+    if _is_none(values):
+        return ()
     entries = list(values) if isinstance(values, (list, tuple)) else [values]
     for entry in entries:
         if not isinstance(entry, Mapping):
@@ -248,6 +268,7 @@ def _closest(name: str, names: Sequence[str], renamed: Mapping[str, str], prefix
 def _value(hint: Any, value: Any, name: str) -> Any:
     """Check that `value` has the type `hint`, and return it, converted if necessary (an int to a float)."""
     converted = _converted(hint, value)
+    value = _plain(value)
     if isinstance(value, str) and "\0" in value:
         raise UserError(name, "", "remove the null character", value=value)
     if converted is _WRONG and get_origin(hint) is dict and isinstance(value, str):
@@ -287,14 +308,34 @@ def _table_fix(name: str, value: str) -> str:
     return f"write {apart}, or quote it: {name}='{{{together}}}'"
 
 
+def _plain(value: Any) -> Any:
+    """Return the value without its text on the command line, a path as a string, and numpy or torch values as plain
+    ones.
+    """
+    if isinstance(value, _Typed):
+        return value.value
+    if isinstance(value, PathLike):
+        return fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _is_none(value: Any) -> bool:
+    """Return whether the value switches a setting off: TOML has no null, but the string "none"."""
+    return value is None or (isinstance(value, str) and value.lower() == "none")
+
+
 _WRONG = object()
 
 
 def _converted(hint: Any, value: Any) -> Any:
+    if isinstance(value, _Typed):
+        found = _converted(hint, value.value)
+        return _converted(hint, value.text) if found is _WRONG else found
+    value = _plain(value)
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        if type(None) in arguments and isinstance(value, str) and value.lower() == "none":
-            return None  # TOML has no null
+        if type(None) in arguments and _is_none(value):
+            return None
         for argument in arguments:
             if (found := _converted(argument, value)) is not _WRONG:
                 return found
@@ -304,18 +345,25 @@ def _converted(hint: Any, value: Any) -> Any:
             return "none"
         return value if isinstance(value, str) and value in arguments else _WRONG
     if origin is tuple:
-        entries = list(value) if isinstance(value, (list, tuple)) else [value]
         repeated = arguments[-1] is Ellipsis
+        if repeated and _is_none(value):
+            return ()
+        entries = list(value) if isinstance(value, (list, tuple)) else [value]
         if not repeated and len(entries) != len(arguments):
             return _WRONG
         kinds = [arguments[0]] * len(entries) if repeated else arguments
         found = tuple(_converted(kind, entry) for kind, entry in zip(kinds, entries, strict=True))
         return _WRONG if any(entry is _WRONG for entry in found) else found
     if origin is dict:
-        plain = isinstance(value, dict) and all(isinstance(entry, str) for pair in value.items() for entry in pair)
-        return dict(value) if plain else _WRONG
+        if _is_none(value):
+            return {}
+        pairs = value.items() if isinstance(value, Mapping) else [(None, None)]
+        found = {_converted(str, key): _converted(str, entry) for key, entry in pairs}
+        return _WRONG if _WRONG in found or _WRONG in found.values() else found
     if hint is type(None):
         return None if value is None else _WRONG
+    if hint is float and value in ("inf", "-inf"):  # JSON, the format of config.json, has no infinity
+        return float(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 1 << 1000 else _WRONG
     return value if type(value) is hint else _WRONG

@@ -5,6 +5,8 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
+from padfree.config.inputs import user_path
+
 FOLDER = Path(__file__).parents[1] / "recipes"
 
 
@@ -15,7 +17,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 def recipe_path(name: str | PathLike[str]) -> Path:
     """Return the path of a recipe. `name` is a path or the name of a shipped recipe."""
-    path = Path(name)
+    path = Path(user_path(str(name), "config"))
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 
 

@@ -329,7 +329,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         check_table(self, "rollout.")
         self._check_batches()
-        expand_home(self, "transfer_folder")
+        expand_home(self, "rollout.", "transfer_folder")
         self._check_engine()
         self._check_truncation()
         self._check_colocated()

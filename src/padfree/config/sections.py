@@ -12,6 +12,7 @@ from typing import Literal
 from padfree.choices import (
     Asynchronous,
     Better,
+    Checkpointing,
     CompilerOrAuto,
     ContextMethod,
     DeviceName,
@@ -78,7 +79,10 @@ class DataConfig:
         resume=SAMPLES,
     )
     split: str = setting(
-        "train", about="The split of a Hub data set.", filled="give the name of a split, such as train", resume=SAMPLES
+        "train",
+        about="The split of a Hub data set, or of a folder of `DatasetDict.save_to_disk`.",
+        filled="give the name of a split, such as train",
+        resume=SAMPLES,
     )
     columns: dict[str, str] = setting(
         factory=dict,
@@ -126,7 +130,9 @@ class DataConfig:
         resume=SAMPLES,
     )
     append_eos: bool = setting(
-        True, about="Append the end-of-sequence token to plain text and responses.", resume=SAMPLES
+        True,
+        about="Append the end-of-sequence token to plain text and to responses that the chat template does not render.",
+        resume=SAMPLES,
     )
     max_length: int | None = setting(None, least=2, about="Maximum length of a sample in tokens.", resume=SAMPLES)
     overlong: Overlong = setting(
@@ -164,7 +170,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path", "image_folder")
+        expand_home(self, "data.", "path", "image_folder", "chat_template")
         if not self.path and not self.sources:
             raise UserError(
                 "data.path",
@@ -174,7 +180,7 @@ class DataConfig:
         both = bool(self.path and self.sources)
         fix = "set data.path=[] to use only data.sources, or set data.sources=[] to use only data.path"
         need(not both, "data.path", list(self.path), fix)
-        check_sources(self.sources)
+        check_sources(self.sources, self.columns, self.split, self.subset)
         need(all(self.path), "data.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
         check_table(self, "data.")
         if self.prompt_template is not None:
@@ -199,7 +205,11 @@ class EvalConfig:
     path: tuple[str, ...] = setting(
         (), about="Files, folders or Hub ids with held-out data; without them nothing is evaluated."
     )
-    split: str = setting("test", about="The split of a Hub data set.", filled="give the name of a split, such as test")
+    split: str = setting(
+        "test",
+        about="The split of a Hub data set, or of a folder of `DatasetDict.save_to_disk`.",
+        filled="give the name of a split, such as test",
+    )
     every: int | None = setting(
         None,
         least=1,
@@ -239,7 +249,7 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "path")
+        expand_home(self, "eval.", "path")
         need(all(self.path), "eval.path", list(self.path), "give a file, folder or Hub id instead of the empty string")
         check_table(self, "eval.")
 
@@ -273,6 +283,7 @@ class BatchConfig:
         None,
         about="A cost model file of padfree plan --calibrate; if none, costs are estimated as FLOPs from the model's "
         "config.",
+        filled="give a file, or leave batch.cost out",
     )
     share_prefixes: SharePrefixes = setting(
         "auto",
@@ -281,7 +292,7 @@ class BatchConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "cost")
+        expand_home(self, "batch.", "cost")
         given = (self.samples is not None) + (self.tokens is not None)
         fix = "set batch.samples=64, or batch.tokens" if not given else "set batch.samples=none or batch.tokens=none"
         need(given == 1, "batch.samples", self.samples, fix)
@@ -311,7 +322,7 @@ class ParallelConfig:
     )
     layout: LayoutKind = setting("balanced", about="How the tokens of a pack are distributed over context ranks.")
     method: ContextMethod = setting("allgather", about="How context ranks exchange keys and values.")
-    checkpointing: str = setting(
+    checkpointing: Literal["auto"] | Checkpointing | str = setting(
         "auto",
         about="What a layer recomputes in backward. none: nothing. host: all but attention and its projections, kept "
         "in host memory. selective: all but attention, or all but matmuls if not compiled. full: everything. auto: as "
@@ -406,7 +417,11 @@ class CheckpointConfig:
         about="Write checkpoints in the background, from a copy in host memory. auto: if the model is on a GPU, a rank "
         "writes 256 MiB or more, and half of the free host memory is enough for the copies.",
     )
-    resume: bool = setting(True, about="Resume from the newest checkpoint in the run folder, if there is one.")
+    resume: bool = setting(
+        True,
+        about="Resume from the newest checkpoint in the run folder, if there is one. false: start over; the files of "
+        "the earlier run are moved to replaced/, and are deleted when the new run has ended.",
+    )
     export: bool = setting(True, about="At the end of the run, write a model folder that from_pretrained loads.")
     export_dtype: ExportDtype = setting(
         "base", about="The dtype of the exported weights; base: the dtype in the files of model.path."
@@ -477,5 +492,5 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        expand_home(self, "folder")
+        expand_home(self, "run.", "folder")
         check_table(self, "run.")

@@ -3,7 +3,8 @@
 Templates silently drop fields, roles and tools that they do not know. The model would then be trained on incomplete
 conversations.
 
-Every field must appear in the rendered text, unchanged or as JSON. Three parts may be missing:
+Every field must appear in the rendered text, unchanged or as JSON. The text must depend on each boolean. Three parts
+may be missing:
 
 - the reasoning of earlier turns, if the template shows the reasoning of the last turn
 - the ids of tool calls, if the tool results come in the order of the calls
@@ -107,6 +108,7 @@ def _check(
         )
     _check_empty(conversation, shown, {shape.leaves[index].message for index in traced})
     _check_arguments(conversation, shown)
+    _check_booleans(conversation, shown)
     _check_roles(conversation, shown)
 
 
@@ -146,6 +148,38 @@ def _check_empty(conversation: Conversation, shown: Shown, traced: set[int]) -> 
                 f"{_named(conversation, index)} is missing from the rendered text, because the chat template drops it; "
                 "remove it from the row, or set data.chat_template to a template that shows it"
             )
+
+
+def _check_booleans(conversation: Conversation, shown: Shown) -> None:
+    """Raise a `RowError` if the rendered text does not depend on a boolean in a field of a message.
+
+    Arguments of tool calls are checked by `_check_arguments`.
+    """
+    messages = conversation.messages
+    for index, message in enumerate(messages):
+        for field, changed in _negations(message, ""):
+            others = (*messages[:index], changed, *messages[index + 1 :])
+            if shown.again(replace(conversation, messages=others)) == shown.text:
+                raise RowError(
+                    f"{_named(conversation, index)}: {field[1:]} is missing from the rendered text, because the chat "
+                    "template drops it; remove it from the row, or set data.chat_template to a template that shows it "
+                    "(to exclude a message from training, give it the weight 0)"
+                )
+
+
+def _negations(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, copy of `value` in which this boolean is negated) for each boolean outside of `arguments`."""
+    if isinstance(value, bool):
+        yield path, not value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            if key != "arguments" or not path.endswith(".function"):
+                for where, changed in _negations(one, f"{path}.{key}"):
+                    yield where, {**value, key: changed}
+    elif isinstance(value, list):
+        for index, one in enumerate(value):
+            for where, changed in _negations(one, f"{path}[{index}]"):
+                yield where, [*value[:index], changed, *value[index + 1 :]]
 
 
 def _check_roles(conversation: Conversation, shown: Shown) -> None:

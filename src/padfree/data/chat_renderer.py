@@ -17,12 +17,13 @@ import json
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from padfree.choices import LossOn, Turns
 from padfree.data.chat_forms import Form, formed, formed_message, forms_of
 from padfree.data.chat_guard import Shown, check_row, check_twin
+from padfree.data.chat_roles import ROLES, usual_role
 from padfree.data.chat_shape import MAX_LEAVES, ConversationShape, Skeleton, Span, TemplateValue, shape_of, written
 from padfree.data.chat_turns import TurnCut, TurnCutter
 from padfree.data.conversation import Conversation, Message
@@ -37,24 +38,6 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 MAX_SHAPES = 2048
-ROLES = ("system", "user", "assistant", "tool")
-ROLE_ALIASES = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "developer": "system",
-    "function": "tool",
-    "observation": "tool",
-}
-"""Aliases of roles, which may be written in upper or lower case in the data.
-
-An alias is replaced by the usual name of the role (one of `ROLES`), unless the template compares roles with the alias
-itself. Aliases of `assistant` are always replaced.
-"""
-
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -141,6 +124,19 @@ class ChatRenderer:
                     return True
         return False
 
+    @cached_property
+    def ends_turns(self) -> bool:
+        """Whether the trained text of an assistant turn ends with a special token, at which the model learns to stop.
+
+        True if the template raises an error for the conversation that is tried.
+        """
+        said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+        try:
+            (sample,) = self.samples(Conversation(messages=said), loss_on="assistant", turns="auto")
+        except RowError:
+            return True
+        return sample.text[: sample.spans[-1][1]].rstrip().endswith(self._closing) if sample.spans else True
+
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False
     ) -> str:
@@ -193,8 +189,9 @@ class ChatRenderer:
 
     def _planned(self, shape: ConversationShape, task: _Task, form: Form) -> _Plan:
         cuts = self._cut(shape.twin, task, form)
+        alone = self._alone(shape.twin, form)
         for cut in cuts:
-            check_twin(shape, self._shown(shape.twin, cut, task, form), keep_thoughts=task.loss_on == "all")
+            check_twin(shape, self._shown(cut, task, form, alone), keep_thoughts=task.loss_on == "all")
         return _Plan(form=form, cuts=tuple((cut, Skeleton.of(cut.text, cut.spans)) for cut in cuts))
 
     def _predicted(
@@ -225,8 +222,9 @@ class ChatRenderer:
         self, conversation: Conversation, shape: ConversationShape, task: _Task, form: Form
     ) -> list[RenderedSample]:
         made = []
+        alone = self._alone(conversation, form)
         for cut in self._cut(conversation, task, form):
-            shown = self._shown(conversation, cut, task, form)
+            shown = self._shown(cut, task, form, alone)
             check_row(shape, conversation, shown, keep_thoughts=task.loss_on == "all")
             message_spans = _message_spans(cut, shape.leaves)
             made.append(RenderedSample(text=cut.text, spans=cut.spans, messages=tuple(message_spans), stop=cut.stop))
@@ -266,18 +264,19 @@ class ChatRenderer:
             closing=self._closing,
         )
 
-    def _shown(self, conversation: Conversation, cut: TurnCut, task: _Task, form: Form) -> Shown:
+    def _shown(self, cut: TurnCut, task: _Task, form: Form, alone: Callable[[int], str | None]) -> Shown:
         def again(other: Conversation) -> str | None:
             messages, tools = formed(other, form)
             if cut.joined:
                 return _attempted(lambda: self._cutter(tools).apart(messages, len(messages) - 1).text)
             return _attempted(lambda: self._rendered(messages, tools, task.prompt)[0])
 
-        def alone(index: int) -> str | None:
-            messages, tools = formed(conversation, form)
-            return _attempted(lambda: self._rendered(messages[: index + 1], tools)[0])
-
         return Shown(text=cut.text, stop=cut.stop, prompt=task.prompt, again=again, alone=alone)
+
+    def _alone(self, conversation: Conversation, form: Form) -> Callable[[int], str | None]:
+        """Return `Shown.alone` of a conversation. It renders each message once, because all samples ask for it."""
+        messages, tools = formed(conversation, form)
+        return cache(lambda index: _attempted(lambda: self._rendered(messages[: index + 1], tools)[0]))
 
     def _rendered(
         self,
@@ -298,25 +297,23 @@ class ChatRenderer:
             ) from error
         if template.environment.clock_reads and not self.depends_on_day:
             raise RowError(
-                "the chat template reads the current date for this row but not for other rows; set the date in "
-                "data.template_arguments"
+                "the chat template reads the current date for this row but not for other rows; set data.chat_template "
+                "to a template that does not read it"
             )
         return found
 
     def _with_roles(self, conversation: Conversation) -> Conversation:
-        """Replace the aliases of roles, such as `human` by `user` (`ROLE_ALIASES`).
+        """Replace the aliases of roles, such as `human` by `user` (see `usual_role`).
 
-        An alias is kept if the template itself compares the role with this alias. Aliases of `assistant` are always
-        replaced.
+        An alias is kept if the template itself compares the role with this alias.
         """
         source = self._sources[conversation.tools is not None]
         messages = []
         for message in conversation.messages:
             role = message["role"]
             if role not in ROLES:
-                plain = role.lower()
-                usual = plain if plain in ROLES else ROLE_ALIASES.get(plain)
-                if usual == "assistant" or (usual and role not in compared_texts(source)):
+                usual = usual_role(role)
+                if usual in ROLES and role not in compared_texts(source):
                     message = {**message, "role": usual}
             messages.append(message)
         return replace(conversation, messages=tuple(messages))
@@ -347,7 +344,7 @@ def _checked_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             json.dumps(value)
         except (TypeError, ValueError):
             raise UserError(
-                f"data.template_arguments.{name}",
+                f"template_arguments.{name}",
                 f"has the type {type(value).__name__}, which JSON does not have",
                 "give a string, a number, a boolean, or a list or table of such values",
             ) from None

@@ -110,7 +110,7 @@ class TurnCutter:
             raise RowError(
                 f"the text before message {turn + 1}, with the generation prompt, is not a prefix of the text with the "
                 "message, so the model would be trained on another prompt than it sees at inference; set "
-                "data.chat_template to another template, or change data.template_arguments"
+                "data.chat_template to another template"
             )
         text = before + shown[len(common) :]
         spans = [(len(before), self._end(text, len(before)))]

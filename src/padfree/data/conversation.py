@@ -12,35 +12,19 @@ given as JSON text are kept.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from padfree.data.chat_roles import SHAREGPT_ROLES, usual_role
 from padfree.data.image_references import OTHER_MEDIA, ImageReference, is_image_part, read_part
-from padfree.data.records import RowError, check_encodable, shown
+from padfree.data.records import RowError, check_encodable, parse_json, shown
 
 Message = dict[str, Any]
 
-SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool": "tool",
-}
-"""The roles for the values of ShareGPT's field `from`. A message from `function_call` is a tool call as JSON text."""
-
+WEIGHTS = ("weight", "train", "loss")
+"""Fields that say whether a message is trained: OpenAI's `weight` is 0 or 1, `train` and `loss` are booleans."""
 METADATA = ("id", "message_id", "parent_id", "uuid", "index", "timestamp", "created", "created_at", "model")
 """Fields of a message that are metadata; they are dropped."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -66,7 +50,7 @@ class Conversation:
 
     @property
     def has_system(self) -> bool:
-        return self.messages[0]["role"] in ("system", "developer")
+        return usual_role(self.messages[0]["role"]) == "system"
 
     def with_system(self, text: str) -> Conversation:
         """Return a copy of the conversation that begins with the system message `text`."""
@@ -137,8 +121,12 @@ def image_parts(message: Message) -> list[Message]:
 def _listed(value: object, column: str, expected: str) -> list[Any]:
     found = value
     if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(value)
+        try:
+            found = parse_json(value)
+        except RowError as error:
+            raise RowError(f"{column}: {error.problem}") from None
+        except (ValueError, RecursionError):
+            pass
     if isinstance(found, tuple):
         found = list(found)
     if not isinstance(found, list):
@@ -148,7 +136,9 @@ def _listed(value: object, column: str, expected: str) -> list[Any]:
 
 def _parsed(text: str, name: str, expected: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
+    except RowError as error:
+        raise RowError(f"{name}: {error.problem}") from None
     except (ValueError, RecursionError):
         raise RowError(f"{name} is {shown(text)}, which is not JSON; expected {expected}") from None
 
@@ -162,12 +152,14 @@ def _message(message: object, name: str, untrained: set[int], index: int) -> Mes
     role = given.pop("role", None)
     if not isinstance(role, str) or not role:
         raise RowError(f"{name}.role is {shown(role)}; expected a string such as 'user'")
-    weight = given.pop("weight", None)
+    if usual_role(role) == "assistant":
+        role = "assistant"
+    trained = _trained(given, role, name)
     calls = [*_calls(given.pop("tool_calls", None), f"{name}.tool_calls"), *_legacy_call(given, name)]
     content = given.pop("content", None)
     plain = {key: value for key, value in _plain(given, name).items() if key not in METADATA}
     thoughts = {key: plain.pop(key) for key in THOUGHTS if key in plain}
-    rest = {key: value for key, value in plain.items() if value not in ("", [], {})}
+    rest = {key: value for key, value in plain.items() if not _empty(value)}
     if thoughts:
         rest["reasoning_content"] = _thought(thoughts, name)
     if content is None and not (calls or "refusal" in rest):
@@ -176,7 +168,7 @@ def _message(message: object, name: str, untrained: set[int], index: int) -> Mes
     kept |= rest
     if calls:
         kept["tool_calls"] = calls
-    if weight is not None and not _trained(weight, role, name):
+    if not trained:
         untrained.add(index)
     return kept
 
@@ -190,18 +182,32 @@ def _thought(thoughts: dict[str, Any], name: str) -> str:
     return str(next(iter(thoughts.values())))
 
 
-def _trained(weight: object, role: str, name: str) -> bool:
-    """Return whether a message with this `weight` (a key of OpenAI's format) is trained: 1 means yes, 0 means no.
+def _empty(value: Any) -> bool:
+    """Return whether a field counts as missing: null, blank text, or a list or object without any other value."""
+    if isinstance(value, (list, dict)):
+        return all(map(_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or (isinstance(value, str) and not value.strip())
 
-    Only assistant messages can have weight 1.
+
+def _trained(given: dict[str, Any], role: str, name: str) -> bool:
+    """Remove the fields `WEIGHTS` from a message, and return whether they allow training on it.
+
+    Only assistant messages can have the value 1 or true.
     """
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight not in (0, 1):
-        raise RowError(f"{name}.weight is {shown(weight)}; expected 1 to train on the message or 0 not to")
-    if weight == 1 and role not in ("assistant", "gpt", "model", "bot", "ai", "chatgpt"):
-        raise RowError(
-            f"{name}.weight is 1, but the message has the role {role!r}; give weight 1 to assistant messages only"
-        )
-    return weight == 1
+    found = {key: given.pop(key) for key in WEIGHTS if key in given}
+    for key, value in found.items():
+        if key != "weight" and not isinstance(value, bool):
+            raise RowError(f"{name}.{key} is {shown(value)}; expected true to train on the message or false not to")
+        if key == "weight" and (isinstance(value, bool) or value not in (0, 1)):
+            raise RowError(f"{name}.weight is {shown(value)}; expected 1 to train on the message or 0 not to")
+        if value and role != "assistant":
+            raise RowError(
+                f"{name}.{key} is {shown(value)}, but the message has the role {role!r}; give {key} {shown(value)} to "
+                "assistant messages only"
+            )
+    if len(set(found.values())) > 1:
+        raise RowError(f"{name} has different values in {' and '.join(found)}; keep one of them")
+    return all(found.values())
 
 
 def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
@@ -209,6 +215,7 @@ def _from_sharegpt(given: dict[str, Any], name: str) -> dict[str, Any]:
     if "content" in given:
         raise RowError(f"{name} has 'from' and 'content'; expected 'from' and 'value', or 'role' and 'content'")
     value = given.pop("value", None)
+    sender = sender.lower() if isinstance(sender, str) else sender
     if sender == "function_call":
         if not isinstance(value, (str, dict, list)):
             raise RowError(f"{name}.value is {shown(value)}; expected a tool call as JSON text")

@@ -36,11 +36,15 @@ In all other cases, a column is appended only if `data.columns` maps it to `inpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """A format of rows: the fields that a row must have (`needs`), and the optional fields (`may`)."""
+    """A format of rows: the fields that a row must have (`needs`), and the optional fields (`may`).
+
+    All rows of a file or none have the optional fields in `uniform`, which decide which tokens are trained.
+    """
 
     kind: str
     needs: tuple[str, ...]
     may: tuple[str, ...] = ()
+    uniform: tuple[str, ...] = ()
 
     def takes(self, fields: Iterable[str]) -> bool:
         return set(fields) <= {*self.needs, *self.may}
@@ -86,6 +90,7 @@ class Fields:
     # columns (in lower case) that must be empty, because a value would change the meaning of a row; each with a reason
     watched: Mapping[str, str] = field(default_factory=dict)
     resolved: frozenset[str] = frozenset()  # columns that `check` accepts with any value
+    uniform: Mapping[str, bool] = field(default_factory=dict)  # columns that all rows have (True) or none has (False)
 
     @property
     def needed(self) -> tuple[str, ...]:
@@ -105,6 +110,16 @@ class Fields:
             if why is not None and has_value(row[column]):
                 value = shown(row[column])
                 raise RowError(f"{column!r} is {value}, {why}; set {setting({column: UNUSED})} to ignore the column")
+
+    def check_uniform(self, row: Mapping[str, Any]) -> None:
+        """Raise a `RowError` unless the row has those columns of `uniform` that the first row of the file has."""
+        for column, expected in self.uniform.items():
+            if (row.get(column) is not None) != expected:
+                state = "is missing" if expected else "is given"
+                raise RowError(
+                    f"{column!r} {state}, unlike in the first row of the file; give it in all rows or in none, because "
+                    "it decides which tokens are trained"
+                )
 
 
 def has_value(value: object) -> bool:
@@ -132,7 +147,8 @@ def check_mapping(mapping: Mapping[str, str], schema: Schema) -> None:
             raise UserError(
                 "data.columns",
                 f"the columns {both} are all mapped to {name!r}",
-                f"map only one of them, as in {setting({both[0]: name})}",
+                "map only one of them, as in "
+                f"{_whole({other: target for other, target in mapping.items() if other not in both[1:]})}",
             )
 
 
@@ -140,15 +156,24 @@ def setting(mapping: Mapping[str, str]) -> str:
     """Format a mapping as command-line arguments: `data.columns.question=prompt data.columns.answer=response`."""
     if all(re.fullmatch(r"[\w-]+", name, re.ASCII) for name in mapping):
         return " ".join(f"data.columns.{name}={target}" for name, target in mapping.items())
+    return _whole(mapping)
+
+
+def _whole(mapping: Mapping[str, str]) -> str:
+    """Format a mapping as one command-line argument, which replaces the whole mapping of a recipe."""
     pairs = ",".join(f"{json.dumps(name)}={json.dumps(target)}" for name, target in mapping.items())
-    return f"data.columns={shlex.quote('{' + pairs + '}')}"
+    return f"data.columns={shlex.quote('{' + pairs + '}')}" if mapping else "data.columns=none"
 
 
 def added(mapping: Mapping[str, str], more: Mapping[str, str]) -> str:
-    """Return command-line arguments that map the columns `more`, in addition to those of `mapping`."""
-    words = setting(more)
+    """Return command-line arguments that map the columns `more`, in addition to those of `mapping`.
+
+    A column of `mapping` loses its field if a column of `more` has the same field.
+    """
+    words, fields = setting(more), {*more.values()} - {UNUSED}
+    kept = {column: name for column, name in mapping.items() if column in more or name not in fields}
     # `data.columns={...}` replaces the whole mapping, so it must contain `mapping` as well.
-    return setting({**mapping, **more}) if words.startswith("data.columns=") else words
+    return _whole({**kept, **more}) if kept != dict(mapping) or words.startswith("data.columns=") else words
 
 
 def resolve(
@@ -164,7 +189,8 @@ def resolve(
             raise UserError(
                 "data.columns",
                 f"(mapped to {name!r}) is not a column of {file}, which has {sorted(first)}",
-                "correct the name of the column",
+                "correct the name of the column, or set "
+                f"{_whole({other: target for other, target in mapping.items() if other != column})}",
                 value=column,
             )
     readings = [reading for format in schema.formats for reading in _readings(format, first, mapping, schema)]
@@ -173,7 +199,7 @@ def resolve(
         raise UserError(
             "data.columns",
             f"{file} has the columns {sorted(first)}; expected {schema.expected()}",
-            f"{_cure(first, schema)}",
+            f"{_cure(first, mapping, schema)}",
         )
     if len(readings) > 1:
         ways = [_choice(reading, first, mapping, schema) for reading in readings[:MOST_CHOICES]]
@@ -278,13 +304,15 @@ def _fields(
     # rows.
     optional = {name for name in reading.format.may if name != "input" or _takes_input(reading)}
     taken = (*reading.format.needs, *(name for name in reading.format.may if name in optional))
+    columns = {name: reading.columns.get(name, name) for name in taken}
     unforeseen = dict.fromkeys(_all_names(schema), "which the first row of the file does not have")
     return Fields(
         kind=reading.format.kind,
-        columns={name: reading.columns.get(name, name) for name in taken},
+        columns=columns,
         used=tuple(column for column in first if column in used),
         unused=tuple(left),
         watched={**unforeseen, **schema.guarded},
+        uniform={columns[name]: first.get(columns[name]) is not None for name in reading.format.uniform},
         resolved=frozenset(
             {*used, *ignored, *optional, *(each for each in left if each.lower() not in schema.guarded)}
         ),
@@ -317,12 +345,12 @@ def _choice(reading: _Reading, first: Mapping[str, Any], mapping: Mapping[str, s
     return added(mapping, {column: name for column, name in chosen.items() if mapping.get(column) != name} or chosen)
 
 
-def _cure(first: Mapping[str, Any], schema: Schema) -> str:
+def _cure(first: Mapping[str, Any], mapping: Mapping[str, str], schema: Schema) -> str:
     """Return the advice in the error message about a file that matches none of the formats."""
     likely = _likely(first, schema)
     ways = [what for columns, what in schema.elsewhere if columns <= {name.lower() for name in first}]
     if likely is not None:
-        ways.append(f"map its columns, as in {setting(likely)}")
+        ways.append(f"map its columns, as in {_whole(likely) if mapping else setting(likely)}")
     return "; or ".join(ways) or "add the missing columns"
 
 

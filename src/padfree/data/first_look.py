@@ -15,10 +15,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from padfree.config import Config
-from padfree.config.hub import DATA_FILES, check_names
+from padfree.config.hub import check_names
+from padfree.config.inputs import is_data_file
 from padfree.config.model_folder import check_model_folders
-from padfree.data.fields import check_mapping, resolve
+from padfree.data.fields import check_mapping
 from padfree.data.formats import SCHEMAS, reading_images
+from padfree.data.record_source import resolve_source
 from padfree.data.sources import open_sources
 
 LARGE = 1 << 24
@@ -38,15 +40,13 @@ def check_inputs(config: Config) -> None:
 def check_columns(config: Config) -> None:
     """Raise a `UserError` if the first row of a data file lacks a column that the command needs."""
     paths = [Path(name).expanduser() for name in config.data.path]
-    if not all(path.suffix in DATA_FILES and path.is_file() for path in paths):
+    if not all(is_data_file(path) and path.is_file() for path in paths):
         return
-    if any(path.suffix == ".json" and path.stat().st_size > LARGE for path in paths):
+    if any(path.suffix.lower() == ".json" and path.stat().st_size > LARGE for path in paths):
         return
     schema = SCHEMAS["prompts" if config.rollout.source is not None else config.loss.task.data_format]
     if config.model.vision:
         schema = reading_images(schema)
     check_mapping(config.data.columns, schema)
     for source in open_sources(list(config.data.path)) if paths else ():
-        first = source.first_row()
-        if first is not None:
-            resolve(first, config.data.columns, schema, source.name)
+        resolve_source(source, config.data.columns, schema, on_bad_row=config.data.on_bad_row)

@@ -51,7 +51,7 @@ GUARDED = {
     **dict.fromkeys(("video", "videos", "audio", "audios"), _NO_TEXT),
     **dict.fromkeys(("input", "context", "passage"), _PROMPT),
     "functions": "which holds tools in an old OpenAI format; convert it to 'tools'",
-    "chat_template_kwargs": "which sets template arguments per row; padfree supports data.template_arguments only",
+    "chat_template_kwargs": "which sets template arguments per row; data.chat_template can set them for all rows",
     **dict.fromkeys(("system", "system_prompt", "tools", "history"), _CHAT),
 }
 """Columns that would change the meaning of a row, each with the reason that the error message gives."""
@@ -64,12 +64,13 @@ _UNPAIRED = (
 _TOKENIZED = frozenset(("input_ids",)), "give text: only padfree sft and rollouts accept token ids"
 _ROLLOUTS = frozenset(("reward",)), "use padfree rl for rollouts"
 
+_MASKS = ("labels", "loss_mask", "attention_mask")
 SFT_SCHEMA = Schema(
     formats=(
         Format(kind="messages", needs=("messages",), may=("system", "tools")),
         Format(kind="pair", needs=("prompt", "response"), may=("input", "system", "history", "tools")),
         Format(kind="text", needs=("text",)),
-        Format(kind="tokens", needs=("input_ids",), may=("labels", "loss_mask", "attention_mask")),
+        Format(kind="tokens", needs=("input_ids",), may=_MASKS, uniform=_MASKS),
     ),
     names=NAMES,
     hints=HINTS,
@@ -141,8 +142,8 @@ _OPTIONAL = (
 )
 ROLLOUT_SCHEMA = Schema(
     formats=(
-        Format(kind="tokens", needs=("tokens",), may=_OPTIONAL),
-        Format(kind="token pair", needs=("prompt_tokens", "response_tokens"), may=_OPTIONAL),
+        Format(kind="tokens", needs=("tokens",), may=_OPTIONAL, uniform=("loss_mask",)),
+        Format(kind="token pair", needs=("prompt_tokens", "response_tokens"), may=_OPTIONAL, uniform=("loss_mask",)),
         Format(kind="text", needs=("prompt", "response"), may=(*_OPTIONAL, "system", "tools")),
     ),
     hints={

@@ -79,6 +79,8 @@ def read_file(path: str, name: str) -> bytes:
         if not found.st_size:
             raise ImageFileError(f"{name}: {path} is empty; replace the file", path)
         return Path(path).read_bytes()
+    except ImageFileError:
+        raise
     except FileNotFoundError:
         raise ImageFileError(
             f"{name}: {path} does not exist; correct the path, or set data.image_folder to the folder of images",

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from padfree.data.chat_renderer import chat_renderer
 from padfree.data.data_settings import SFTDataSettings
 from padfree.data.dataset import PairDataset, TokenizedDataset
-from padfree.data.fields import Fields, Schema, check_mapping, resolve
+from padfree.data.fields import Fields, Schema, check_mapping
 from padfree.data.formats import PAIR_SCHEMA, REWARD_SCHEMA, SFT_SCHEMA, described, reading_images
 from padfree.data.hashing import hash_of
 from padfree.data.image_processor import ImageSettings
 from padfree.data.image_store import StoredImages
-from padfree.data.record_source import RecordSource
+from padfree.data.record_source import RecordSource, resolve_source
 from padfree.data.records import bad_row, no_usable_row
-from padfree.data.rows import is_messages
+from padfree.data.rows import listed_messages
 from padfree.data.sources import open_sources, optional_package
 from padfree.data.store import (
     FORMAT,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """A function that is called with the number of bytes read so far, and the total number of bytes of the sources."""
 
-READING = 1
+READING = 2
 """The version of the code that turns rows into samples. It is part of the cache key."""
 
 
@@ -258,10 +258,12 @@ def _reading_of(
 
     Return None if no row of the file can be parsed.
     """
-    first = source.first_row()
-    if first is None:
+    found = resolve_source(
+        source, settings.columns, schema, tokenize.reader.template_names, on_bad_row=settings.on_bad_row
+    )
+    if found is None:
         return None
-    fields = resolve(first, settings.columns, schema, source.name, tokenize.reader.template_names)
+    first, fields = found
     if fields.kind in ("messages", "continued") and not tokenize.renders_chat:
         raise UserError(
             "data.prompt_format",
@@ -276,7 +278,12 @@ def _reading_of(
             f"'last' needs conversations, but {source.name} has the column {column!r}, which has no turns",
             "set data.loss_on=assistant",
         )
-    return fields, described(fields, first, schema) + _how(fields, first, settings, tokenize.renders_chat)
+    how = _how(fields, first, settings, tokenize.renders_chat)
+    if fields.kind in ("messages", "pair") and not tokenize.ends_turns:
+        how += (
+            "; the chat template ends turns without a special token that is trained, so the model may not learn to stop"
+        )
+    return fields, described(fields, first, schema) + how
 
 
 def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, renders_chat: bool) -> str:
@@ -284,16 +291,30 @@ def _how(fields: Fields, first: Mapping[str, Any], settings: SFTDataSettings, re
 
     For example: `; as plain text; data.system does not apply`.
     """
-    plain = not renders_chat or (fields.kind == "implicit" and not is_messages(first.get(fields["chosen"])))
+    plain = not renders_chat or (fields.kind == "implicit" and listed_messages(first.get(fields["chosen"])) is None)
     how = ""
     if fields.kind in ("pair", "prompted", "continued", "implicit"):
         how = "; as plain text" if plain else "; through the chat template"
-    idle = []
-    if settings.system is not None and (plain or fields.kind in ("text", "tokens")):
-        idle.append("data.system")
-    if settings.prompt_template is not None and "prompt" not in fields.columns:
-        idle.append("data.prompt_template")
+    idle = _idle(settings, fields, plain=plain)
     return how + (f"; {' and '.join(idle)} {'do' if len(idle) > 1 else 'does'} not apply" if idle else "")
+
+
+def _idle(settings: SFTDataSettings, fields: Fields, *, plain: bool) -> list[str]:
+    """Return the settings that do not apply to a file. `plain`: whether prompts and responses are plain text."""
+    unrendered = fields.kind in ("text", "tokens")
+    appends_eos = fields.kind == "text" or (plain and fields.kind != "tokens")
+    given = {
+        "data.system": settings.system is not None and (plain or unrendered),
+        "data.prompt_template": settings.prompt_template is not None and "prompt" not in fields.columns,
+        "data.prompt_format": settings.prompt_format != "auto" and unrendered,
+        # With data.prompt_format=plain, a run notes elsewhere that the template has no effect.
+        "data.chat_template": settings.chat_template is not None
+        and settings.prompt_format != "plain"
+        and (plain or unrendered),
+        "data.turns": settings.turns != "auto" and (plain or unrendered),
+        "data.append_eos": not settings.append_eos and not appends_eos,
+    }
+    return [name for name, idle in given.items() if idle]
 
 
 @contextlib.contextmanager

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
+from padfree.choices import OnBadRow
+from padfree.data.fields import Fields, Schema, resolve
+from padfree.errors import UserError
+
 CHUNK_ROWS = 512
+MOST_PASSED = 512
+"""The maximum number of rows in which the columns of a file are looked for."""
 
 Record = bytes | Any
-"""One row: an unparsed line of JSON Lines, or a parsed record."""
+"""One row: an unparsed line of JSON Lines, a parsed record, or the `RowError` of a row that cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,12 +52,12 @@ class RecordSource(ABC):
         """Raise `UserError` if the content has changed since the source was opened."""
 
     @abstractmethod
-    def first_row(self) -> dict[str, Any] | None:
-        """Return the first row that can be read, or None if no row can be read."""
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the first rows that can be read and that can have different columns."""
 
     def columns(self) -> list[str] | None:
         """Return the names of the columns, or None if no row can be read."""
-        first = self.first_row()
+        first = next(self.first_rows(), None)
         return None if first is None else list(first)
 
     @abstractmethod
@@ -71,3 +78,21 @@ class RecordSource(ABC):
             size = self.size * end // num_rows - self.size * first // num_rows
             yield self._chunk(list(range(first + 1, end + 1)), records, size)
             first = end
+
+
+def resolve_source(
+    source: RecordSource, mapping: Mapping[str, str], schema: Schema, also: Sequence[str] = (), *, on_bad_row: OnBadRow
+) -> tuple[dict[str, Any], Fields] | None:
+    """Determine the column of each field of a source (see `resolve`), and return them with the row that shows them.
+
+    Return None if no row can be read. If bad rows are skipped, first rows without the required columns are passed over.
+    """
+    problem = None
+    for row in islice(source.first_rows(), MOST_PASSED if on_bad_row == "skip" else 1):
+        try:
+            return row, resolve(row, mapping, schema, source.name, also)
+        except UserError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return None

@@ -176,10 +176,30 @@ def shown(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RowError(f"an object has the key {shown(twice)} twice; expected each key once")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+"""One decoder for all rows: `json.loads` with a hook would make a decoder for each row, which takes longer."""
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON like `json.loads`. Raise a `RowError` if an object has a key twice."""
+    return _DECODER.decode(text)
+
+
 def parse_line(line: bytes) -> dict[str, Any]:
     """Parse one line of JSON Lines, with or without its line ending."""
     try:
-        record = json.loads(line.rstrip(b"\r\n").decode("utf-8"))
+        record = parse_json(line.rstrip(b"\r\n").decode("utf-8"))
+    except RowError:
+        raise
     except UnicodeDecodeError as error:
         raise RowError(f"byte {error.start + 1} is not UTF-8; expected a JSON object in UTF-8") from None
     except RecursionError:

@@ -31,9 +31,9 @@ from padfree.choices import ROLLOUT_ARRAYS
 from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoder, Passage, Piece
-from padfree.data.fields import Fields, check_mapping, resolve
+from padfree.data.fields import Fields, check_mapping
 from padfree.data.formats import ROLLOUT_SCHEMA, described, reading_notes
-from padfree.data.record_source import Chunk
+from padfree.data.record_source import Chunk, resolve_source
 from padfree.data.records import (
     LARGEST,
     DataReport,
@@ -88,10 +88,12 @@ def read_rollouts(
     collected = _CollectedRollouts(settings)
     files: list[dict[str, str]] = []
     for source in open_sources(data, split=settings.split, subset=settings.subset):
-        first = source.first_row()
+        found = resolve_source(
+            source, settings.columns, ROLLOUT_SCHEMA, reader.template_names, on_bad_row=settings.on_bad_row
+        )
         fields = None
-        if first is not None:
-            fields = resolve(first, settings.columns, ROLLOUT_SCHEMA, source.name, reader.template_names)
+        if found is not None:
+            first, fields = found
             files.append(
                 {"name": source.name, "read_as": described(fields, first, ROLLOUT_SCHEMA, TITLES[fields.kind])}
             )
@@ -212,6 +214,7 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
 
 
 def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _RolloutRead:
+    fields.check_uniform(row)
     tokens, response_start, mask = found
     if not len(tokens):
         raise RowError("the row has no tokens; expected one or more")
@@ -374,7 +377,10 @@ class _CollectedRollouts:
         for _, file, line, unit in self._unnamed:
             self.skip(file, line, unit, error)
         unnamed = {id(sample) for sample, *_ in self._unnamed}
-        self.samples = [sample for sample in self.samples if id(sample) not in unnamed]
+        kept = [
+            (sample, line) for sample, line in zip(self.samples, self.lines, strict=True) if id(sample) not in unnamed
+        ]
+        self.samples, self.lines = [sample for sample, _ in kept], [line for _, line in kept]
 
     def _limited(self, sample: Sample, file: str, line: int) -> None:
         limit = self._settings.max_length

@@ -12,15 +12,15 @@ In rules 1 and 2, the column must have as many images as there are such parts or
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from padfree.data.chat_roles import usual_role
 from padfree.data.conversation import Conversation, Message, image_parts
 from padfree.data.image_references import ImageReference, read_reference
-from padfree.data.records import RowError
+from padfree.data.records import RowError, parse_json
 
 PLACE = "<image>"
 """The text in a message that marks the place of an image of the column `images`."""
@@ -30,7 +30,7 @@ def read_column(value: object, column: str) -> tuple[ImageReference, ...]:
     """Read the column with the images of a row: a list, JSON text of a list, or a single image."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         with suppress(ValueError):
-            value = json.loads(value)
+            value = parse_json(value)
     if isinstance(value, (list, tuple)):
         return tuple(read_reference(one, f"{column}[{index}]") for index, one in enumerate(value))
     return (read_reference(value, column),)
@@ -65,6 +65,13 @@ def with_images(
     return replace(conversation, messages=tuple(map(_without_images, messages)), images=tuple(images))
 
 
+def need_no_places(conversation: Conversation, column: str) -> Conversation:
+    """Return the conversation of a row without image column; raise a `RowError` if its messages have `<image>`."""
+    if any(PLACE in text_of(message["content"]) for message in conversation.messages):
+        raise RowError(f"{column!r} is missing, but the messages have the text {PLACE!r}; add the images of the row")
+    return conversation
+
+
 def num_images(messages: Sequence[Message]) -> int:
     """Return the number of images that these messages show."""
     return sum(len(image_parts(message)) for message in messages)
@@ -95,7 +102,7 @@ def _placed(messages: tuple[Message, ...], count: int, column: str) -> tuple[Mes
         return tuple({**message, "content": _split(message["content"])} for message in messages)
     if not count:
         return messages
-    first = next((index for index, message in enumerate(messages) if message["role"] in ("user", "human")), None)
+    first = next((index for index, message in enumerate(messages) if usual_role(message["role"]) == "user"), None)
     if first is None:
         raise RowError(
             f"{column!r} has {count} images, but no message is from the user; mark the place of each image: {PLACE!r}"

@@ -17,14 +17,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from padfree.config.prompt_template import template_parts
-from padfree.data.conversation import Conversation, Message, need_no_images, read_conversation
+from padfree.data.chat_roles import usual_role
+from padfree.data.conversation import THOUGHTS, Conversation, Message, need_no_images, read_conversation
 from padfree.data.data_settings import TextSettings
 from padfree.data.fields import Fields, has_value
-from padfree.data.records import RowError, check_encodable, present, shown, string
-from padfree.data.row_images import read_column, text_of, with_images
+from padfree.data.records import RowError, check_encodable, parse_json, present, shown, string
+from padfree.data.row_images import need_no_places, read_column, text_of, with_images
 from padfree.errors import UserError
 
-SYSTEM = ("system", "developer")
+SAID = ("content", "value", "tool_calls", "function_call", "refusal", *THOUGHTS)
+"""The keys that tell JSON text of messages from other JSON text: at least one message has one of them."""
 
 
 class PlainPair(NamedTuple):
@@ -122,7 +124,8 @@ class RowReader:
     def _own_prompt(self, row: Mapping[str, Any], fields: Fields) -> Conversation:
         column = fields["prompt"]
         value = row.get(column)
-        if is_messages(value):
+        given = listed_messages(value)
+        if given is not None:
             for name in ("input", "history"):
                 if name in fields.columns and has_value(row.get(fields[name])):
                     raise RowError(
@@ -131,7 +134,6 @@ class RowReader:
                     )
             if self._template is not None:
                 raise RowError(f"{column!r} is {shown(value)}; expected a string, because data.prompt_template is set")
-            given: Any = [value] if isinstance(value, dict) else value
         else:
             given = [*_history(row, fields), {"role": "user", "content": self._prompt_text(row, fields)}]
         found = read_conversation(given, column, tools=_tools(row, fields), tools_column=fields["tools"], images=True)
@@ -151,7 +153,9 @@ class RowReader:
             return need_no_images(found)
         column = fields.columns.get("images", "images")
         value = row.get(column)
-        return with_images(found, None if value is None else read_column(value, column), column)
+        if value is None:
+            return with_images(need_no_places(found, column), None, column)
+        return with_images(found, read_column(value, column), column)
 
     # Plain text
 
@@ -209,35 +213,39 @@ class RowReader:
         return PlainPair(chosen[:end], chosen[end:], rejected[end:])
 
 
-def is_messages(value: object) -> bool:
-    """Return whether a prompt or an answer is a list of messages (also as JSON text), and not a plain text."""
-    if isinstance(value, dict):
-        return "role" in value or "from" in value
+def listed_messages(value: object) -> list[Any] | None:
+    """Return the messages of a prompt or an answer: a message, a list of messages, or their JSON text.
+
+    Return None if the value is not messages but, for example, a plain text.
+    """
     if not isinstance(value, str):
-        return isinstance(value, list)
-    if not value.lstrip().startswith("["):
-        return False
+        if isinstance(value, dict):
+            return [value] if "role" in value or "from" in value else None
+        return value if isinstance(value, list) else None
+    if not value.lstrip().startswith(("[", "{")):
+        return None
     try:
-        listed = json.loads(value)
+        found = json.loads(value)
     except (ValueError, RecursionError):
-        return False
-    named = ({"role", "content"}, {"from", "value"})
-    messages = isinstance(listed, list) and all(
-        isinstance(message, dict) and any(keys <= message.keys() for keys in named) for message in listed
-    )
-    return messages and bool(listed)
+        return None
+    listed = found if isinstance(found, list) else [found]
+    senders = all(isinstance(one, dict) and isinstance(one.get("role", one.get("from")), str) for one in listed)
+    if not senders or not any(one.keys() & SAID for one in listed):
+        return None
+    parse_json(value)  # raises an error for keys that are given twice, which a plain text may have
+    return listed
 
 
 def _are_texts(row: Mapping[str, Any], columns: Sequence[str]) -> bool:
-    return all(isinstance(row.get(column), str) and not is_messages(row[column]) for column in columns)
+    return all(isinstance(row.get(column), str) and listed_messages(row[column]) is None for column in columns)
 
 
 def _answer(row: Mapping[str, Any], column: str) -> Conversation:
     """Read an answer, which is a text, one message or a list of messages, as a conversation."""
-    value = row.get(column)
-    if not is_messages(value):
+    listed = listed_messages(row.get(column))
+    if listed is None:
         return Conversation(messages=({"role": "assistant", "content": string(row, column)},))
-    return read_conversation([value] if isinstance(value, dict) else value, column, images=True)
+    return read_conversation(listed, column, images=True)
 
 
 def _tools(row: Mapping[str, Any], fields: Fields) -> object:
@@ -302,7 +310,7 @@ def _joined(
 ) -> tuple[tuple[Message, ...], int]:
     """Join a prompt and an answer. Return all messages, and the index of the first message of the answer."""
     asked, said = context.messages, answer.messages
-    if said[0]["role"] in ("assistant", "tool"):
+    if usual_role(said[0]["role"]) in ("assistant", "tool"):
         messages, start = (*asked, *said), len(asked)
     else:
         messages, start = _whole(asked, said, prompt_column, column)
@@ -332,7 +340,7 @@ def _whole(
     if own and system and not _alike(own, system):
         raise RowError(f"{prompt_column!r} and {column!r} have different system messages; make them equal")
     system = own or system
-    users = [index for index, message in enumerate(turns) if message["role"] == "user"]
+    users = [index for index, message in enumerate(turns) if usual_role(message["role"]) == "user"]
     if _alike(rest, turns[: len(rest)]):
         return (*system, *rest, *turns[len(rest) :]), len(system) + len(rest)
     if len(rest) == 1 and users and _alike(rest, [turns[users[-1]]]):
@@ -345,7 +353,7 @@ def _whole(
 
 def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
     """Split messages into the system message, if there is one, and the turns."""
-    first = 1 if messages[0]["role"] in SYSTEM else 0
+    first = 1 if usual_role(messages[0]["role"]) == "system" else 0
     return messages[:first], messages[first:]
 
 
@@ -389,7 +397,7 @@ def _context_length(chosen: Sequence[Message], rejected: Sequence[Message], colu
                 "differ; expected the same messages before the assistant's answers"
             )
         for message in messages[start:]:
-            if message["role"] not in ("assistant", "tool"):
+            if usual_role(message["role"]) not in ("assistant", "tool"):
                 raise RowError(
                     f"{column!r} has a message of role {message['role']!r} after the first difference between the "
                     "answers; expected them to differ in the last assistant turn only"

@@ -12,29 +12,28 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from padfree.config.hub import check_name, shortened
-from padfree.config.inputs import check_regular
+from padfree.config.inputs import DATA_FILES, check_regular, is_data_file, is_saved_dataset
 from padfree.config.packaged import VERIFIERS, is_packaged
+from padfree.data.folders import MOST_NAMED, files_below
 from padfree.data.record_source import CHUNK_ROWS, Chunk, Record, RecordSource
-from padfree.data.records import RowError, as_record, parse_line, shown
+from padfree.data.records import RowError, as_record, parse_json, parse_line, shown
 from padfree.data.verifiers_rows import open_verifiers
-from padfree.errors import UserError, first_line
+from padfree.errors import UserError, first_line, shown_error
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 28
 """The maximum number of bytes in a line of a JSON Lines file. If a line is longer, the file probably has no line
 breaks.
 """
-
-SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class FileSource(RecordSource):
@@ -84,13 +83,10 @@ class JsonLinesFile(FileSource):
                 yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
                 number += 1
 
-    def first_row(self) -> dict[str, Any] | None:
+    def first_rows(self) -> Iterator[dict[str, Any]]:
         for _, line in self._lines():
-            try:
-                return parse_line(line)
-            except RowError:  # reported later, when the chunks are read
-                continue
-        return None
+            with suppress(RowError):  # reported later, when the chunks are read
+                yield parse_line(line)
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         numbers: list[int] = []
@@ -115,7 +111,9 @@ class JsonFile(FileSource):
     def _records(self) -> list[Any]:
         text = self.path.read_bytes().removeprefix(b"\xef\xbb\xbf")
         try:
-            records = json.loads(text.decode("utf-8"))
+            records = parse_json(text.decode("utf-8"))
+        except RowError as error:
+            raise UserError(self.name, error.problem, "correct the file") from None
         except (ValueError, RecursionError) as error:
             raise UserError(
                 self.name, f"is not valid JSON in UTF-8 ({error})", "give one list of objects, or use JSON Lines"
@@ -128,8 +126,8 @@ class JsonFile(FileSource):
             )
         return records
 
-    def first_row(self) -> dict[str, Any] | None:
-        return next((record for record in self._records() if isinstance(record, dict)), None)
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        return (record for record in self._records() if isinstance(record, dict))
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         records = self._records()
@@ -141,22 +139,57 @@ class ParquetFile(FileSource):
     def _open(self) -> Any:
         parquet = optional_package("pyarrow.parquet", "data", f"{self.name} is Parquet", install="pyarrow")
         try:
-            return parquet.ParquetFile(self.path)
-        except ValueError as error:  # pyarrow's own errors are ValueErrors
+            file = parquet.ParquetFile(self.path)
+        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
             raise UserError(
                 self.name, f"is not a valid Parquet file ({first_line(error)})", "replace or remove the file"
             ) from None
+        for name, count in Counter(file.schema_arrow.names).items():
+            if count > 1:
+                raise UserError(self.name, f"has {count} columns named {name!r}", "rename or remove one of them")
+        return file
 
-    def first_row(self) -> dict[str, Any] | None:
-        batch = next(self._open().iter_batches(batch_size=1), None)
-        found: list[dict[str, Any]] = [] if batch is None else batch.to_pylist()
-        return found[0] if found else None
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        file = self._open()
+        if file.metadata.num_rows:
+            yield {name: self._first_value(file, name) for name in file.schema_arrow.names}
+
+    def _first_value(self, file: Any, column: str) -> Any:
+        """Return the first value of a column, or None if it cannot be read. `chunks` reports this if it is needed."""
+        with suppress(Exception):  # see `_converted`
+            return next(file.iter_batches(batch_size=1, columns=[column]))[column].to_pylist()[0]
+        return None
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         file = self._open()
         wanted = [name for name in file.schema_arrow.names if name in columns]
-        parts = (batch.to_pylist() for batch in file.iter_batches(batch_size=CHUNK_ROWS, columns=wanted))
-        yield from self._numbered(parts, file.metadata.num_rows)
+        yield from self._numbered(map(_converted, self._batches(file, wanted)), file.metadata.num_rows)
+
+    def _batches(self, file: Any, columns: list[str]) -> Iterator[Any]:
+        try:
+            yield from file.iter_batches(batch_size=CHUNK_ROWS, columns=columns)
+        except Exception as error:  # pyarrow raises errors of many kinds for damaged pages
+            raise UserError(
+                self.name, f"is damaged ({shown_error(error)})", "write the file again, or remove it"
+            ) from error
+
+
+def _converted(batch: Any) -> list[Any]:
+    """Convert a batch of Arrow to rows. A row with a value that Python cannot represent becomes a `RowError`."""
+    try:
+        return list(batch.to_pylist())
+    except Exception:  # for example text that is not UTF-8, or a date outside of Python's range
+        return [_converted_row(batch.slice(index, 1)) for index in range(batch.num_rows)]
+
+
+def _converted_row(batch: Any) -> dict[str, Any] | RowError:
+    row = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            (row[name],) = column.to_pylist()
+        except Exception as error:
+            return RowError(f"{name!r} cannot be read ({shown_error(error)}); expected a valid value")
+    return row
 
 
 class HubSource(RecordSource):
@@ -175,18 +208,33 @@ class HubSource(RecordSource):
     def check_unchanged(self) -> None:
         """Do nothing, because a loaded data set does not change."""
 
-    def first_row(self) -> dict[str, Any] | None:
-        if not len(self.dataset):
-            return None
-        return {name: values[0] for name, values in self.dataset[:1].items()}
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        if len(self.dataset):
+            yield {name: self._first_value(name) for name in self.dataset.column_names}
+
+    def _first_value(self, column: str) -> Any:
+        """Return the first value of a column, or None if it cannot be read. `chunks` reports this if it is needed."""
+        with suppress(Exception):  # see `_records`
+            return self.dataset.select_columns([column])[:1][column][0]
+        return None
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         wanted = self.dataset.select_columns([name for name in self.dataset.column_names if name in columns])
-        tables = (wanted[start : start + CHUNK_ROWS] for start in range(0, len(wanted), CHUNK_ROWS))
-        parts = (
-            [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)] for table in tables
-        )
+        parts = (_records(wanted, start, start + CHUNK_ROWS) for start in range(0, len(wanted), CHUNK_ROWS))
         yield from self._numbered(parts, len(wanted))
+
+
+def _records(dataset: Any, start: int, end: int) -> list[Any]:
+    """Return some rows of a `datasets.Dataset`. A row that cannot be decoded becomes a `RowError`."""
+    try:
+        table = dataset[start:end]
+    except Exception as error:  # for example a damaged image, or text that is not UTF-8
+        if end - start == 1:
+            return [RowError(f"cannot be read ({shown_error(error)}); expected valid values")]
+        return [
+            record for index in range(start, min(end, len(dataset))) for record in _records(dataset, index, index + 1)
+        ]
+    return [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
 
 
 def optional_package(module: str, setting: str, reason: str, *, install: str) -> Any:
@@ -199,6 +247,8 @@ def optional_package(module: str, setting: str, reason: str, *, install: str) ->
 
 
 def record_of(record: Record) -> dict[str, Any]:
+    if isinstance(record, RowError):
+        raise record
     return parse_line(record) if isinstance(record, bytes) else as_record(record)
 
 
@@ -217,7 +267,7 @@ def open_sources(
             continue
         try:
             path = Path(entry).expanduser().absolute()
-            if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+            if path.is_dir() and is_saved_dataset(path):
                 found.append(_saved_dataset(path, split))
             elif path.is_dir():
                 bases.append(path)
@@ -252,27 +302,26 @@ def _packaged_rows(name: str) -> RecordSource:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    inside = (path.relative_to(folder) for path in folder.rglob("*"))
-    visible = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
-    found = sorted(folder / path for path in visible if path.suffix in SUFFIXES and not (folder / path).is_dir())
+    found, left_out = files_below(folder)
     if not found:
+        others = f" (it has {', '.join(path.name for path in left_out[:MOST_NAMED])})" if left_out else ""
         raise UserError(
-            "data", f"the folder {folder} has no {', '.join(SUFFIXES)} file", "give a folder with data files"
+            "data", f"the folder {folder} has no {', '.join(DATA_FILES)} file{others}", "give a folder with data files"
         )
     return found
 
 
 def _file_source(path: Path, name: str) -> FileSource:
-    if path.suffix not in SUFFIXES:
+    if not is_data_file(path):
         raise UserError(
             "data",
             f"{path} has the suffix {path.suffix!r}, which is not supported",
-            f"give a {', '.join(SUFFIXES)} file, or a folder of them",
+            f"give a {', '.join(DATA_FILES)} file, or a folder of them",
         )
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         return ParquetFile(path, name)
     lines = JsonLinesFile(path, name)  # the constructor also checks that the path is a readable regular file
-    if path.suffix == ".json":
+    if path.suffix.lower() == ".json":
         with open(path, "rb") as file:
             head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not head.startswith(b"{"):  # most .json files that begin with a record are JSON Lines
@@ -282,7 +331,14 @@ def _file_source(path: Path, name: str) -> FileSource:
 
 def _saved_dataset(folder: Path, split: str) -> HubSource:
     datasets = optional_package("datasets", "data", f"{folder} was saved by datasets", install="datasets")
-    loaded = datasets.load_from_disk(str(folder))
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # damaged or missing files make datasets raise errors of many kinds
+        raise UserError(
+            "data",
+            f"{folder} is not a complete data set of save_to_disk ({shown_error(error)})",
+            "save the data set again",
+        ) from error
     if isinstance(loaded, dict):
         if split not in loaded:
             raise UserError(
@@ -293,7 +349,7 @@ def _saved_dataset(folder: Path, split: str) -> HubSource:
 
 
 def _hub_dataset(name: str, split: str, subset: str | None) -> HubSource:
-    if Path(name).suffix in SUFFIXES or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
+    if is_data_file(name) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name):
         raise UserError("data", f"{name} does not exist", "give a file, a folder or a Hub id")
     datasets = optional_package(
         "datasets", "data", f"{name} is not a local path, so it is read as a Hub id", install="datasets"

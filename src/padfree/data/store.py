@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from padfree.config.inputs import user_path
 from padfree.data.array_files import ArrayWriter, open_array, unusable_cache
 from padfree.data.hashing import hash_of
 from padfree.data.image_store import ImageWriter, ReadImage
@@ -46,8 +47,8 @@ _MINIMUM_AGE = 2_000_000_000  # nanoseconds; the hash of a file that changed les
 def default_cache_folder() -> Path:
     """Return the folder `$PADFREE_CACHE` if this variable is set, else `padfree` in the user's cache folder."""
     if folder := os.environ.get("PADFREE_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "padfree"
+        return Path(user_path(folder, "PADFREE_CACHE"))
+    return Path(user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME")) / "padfree"
 
 
 def content_digest(source: RecordSource, cache: Path) -> str:

@@ -64,6 +64,11 @@ class RowTokenizer:
     def renders_chat(self) -> bool:
         return self._chat is not None
 
+    @property
+    def ends_turns(self) -> bool:
+        """Whether the trained text of a turn ends with a special token. Without a chat template: True."""
+        return self._chat is None or self._chat.ends_turns
+
     def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
         """Tokenise a chunk of rows. If `fields` is None, no row of the file can be parsed, and all rows are skipped."""
         rows: list[tuple[int, float, Sequence[_WithImages]]] = []
@@ -212,6 +217,7 @@ def given_tokens(row: Mapping[str, Any], fields: Fields, *, everything: bool = F
             where = int(np.flatnonzero(trained & ~seen)[0])
             raise RowError(f"{column}[{where}] is 0, but the token has a label; give padding the label {IGNORED}")
         tokens, trained = tokens[seen], trained[seen]
+    fields.check_uniform(row)
     return Encoded(tokens, np.ones_like(trained) if everything else trained)
 
 

@@ -47,8 +47,8 @@ class VerifiersRows(RecordSource):
     def check_unchanged(self) -> None:
         """Do nothing, because the rows are in memory and cannot change."""
 
-    def first_row(self) -> dict[str, Any] | None:
-        return self.rows[0] if self.rows else None
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
 
     def chunks(self, columns: Sequence[str]) -> Iterator[Chunk]:
         parts = (self.rows[start : start + CHUNK_ROWS] for start in range(0, len(self.rows), CHUNK_ROWS))

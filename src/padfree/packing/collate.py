@@ -77,13 +77,14 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
     """
     if isinstance(batches, PackedBatch):
         batches, values = [batches], [values]  # type: ignore[list-item]
-    given: tuple[object, object] = (batches, values)
-    if not all(isinstance(part, Iterable) for part in given):
-        raise UserError(
-            "batches",
-            f"got a {type(batches).__name__}, but batches and values must both be lists",
-            "give the batches from padfree.pack, and one tensor of values per batch",
-        )
+    given: dict[str, object] = {"batches": batches, "values": values}
+    for name, part in given.items():
+        if isinstance(part, Tensor) or not isinstance(part, Iterable):
+            raise UserError(
+                name,
+                f"got a {type(part).__name__}, but batches and values must both be lists",
+                "give the batches from padfree.pack, and one tensor of values per batch",
+            )
     batches, values = list(batches), list(values)
     if not all(isinstance(batch, PackedBatch) for batch in batches):
         raise UserError("batches", "holds other objects than PackedBatch", "give the list that padfree.pack returned")

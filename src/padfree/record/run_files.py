@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +40,20 @@ def open_run_files(
         metrics = MetricsFile(folder, rank=rank, step=step)
         evaluations = MetricsFile(folder, rank=rank, step=step + evaluated, name=EVALUATION)
         if rank == 0:
-            (folder / CONFIG).write_text(json.dumps(config.to_dict(), indent=1), encoding="utf-8")
+            settings = json.dumps(finite(config.to_dict()), indent=1, allow_nan=False)
+            (folder / CONFIG).write_text(settings, encoding="utf-8")
         events = Events(folder, rank=rank)
         events.write("start", step=step, **environment(mesh, replicate=config.parallel.replicate))
         if resumed is not None:
             events.write("resume", step=step, **resumed)
         trackers = Trackers(config.track, folder, config.to_dict(), rank=rank, step=step)
     return RunFiles(folder=folder, metrics=metrics, evaluations=evaluations, events=events, trackers=trackers)
+
+
+def finite(value: Any) -> Any:
+    """Replace infinity by the string "inf", because JSON has no infinity."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(entry) for entry in value]
+    return str(value) if isinstance(value, float) and math.isinf(value) else value

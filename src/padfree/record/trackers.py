@@ -23,6 +23,7 @@ from typing import Any
 
 from padfree.config import TrackConfig
 from padfree.errors import UserError
+from padfree.record.file_names import TENSORBOARD, TRACKERS
 from padfree.record.mlflow_tracker import MlflowTracker
 from padfree.warning import PadfreeWarning
 
@@ -33,9 +34,6 @@ PACKAGES = {
     "mlflow": "padfree[mlflow]",
 }
 """What to install for each tracker. The name of a tracker is also the name of its setting and of its package."""
-
-FILE = "trackers.json"
-"""The file in the run folder that holds the id of the run at each tracker."""
 
 Log = Callable[[int, Mapping[str, float]], None]
 Close = Callable[[], Any]
@@ -72,7 +70,7 @@ class Trackers:
             return
         require_trackers(config)
         if config.tensorboard:
-            self._targets["tensorboard"] = _tensorboard(folder / "tensorboard", settings, step)
+            self._targets["tensorboard"] = _tensorboard(folder / TENSORBOARD, settings, step)
         if config.wandb is not None:
             self._targets["wandb"] = _wandb(config.wandb, folder, settings)
         if config.trackio is not None:
@@ -156,7 +154,7 @@ def _trackio(project: str, folder: Path, settings: Mapping[str, Any]) -> tuple[L
 
 
 def _mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> tuple[Log, Close]:
-    tracker = MlflowTracker(experiment, folder, settings, _read_names(folder / FILE).get("mlflow"))
+    tracker = MlflowTracker(experiment, folder, settings, _read_names(folder / TRACKERS).get("mlflow"))
     _write_name(folder, "mlflow", tracker.run_id)
     return tracker.log, tracker.close
 
@@ -165,7 +163,7 @@ def _name_of(folder: Path, tracker: str) -> str:
     """Return the name or id of this run at a tracker such as W&B. It is chosen and stored when the run starts for the
     first time.
     """
-    names = _read_names(folder / FILE)
+    names = _read_names(folder / TRACKERS)
     if tracker not in names:
         # A folder name may contain characters that W&B does not allow in an id.
         readable = "" if tracker == "wandb" else f"{folder.resolve().name}-"
@@ -176,7 +174,7 @@ def _name_of(folder: Path, tracker: str) -> str:
 
 def _write_name(folder: Path, tracker: str, name: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / FILE
+    path = folder / TRACKERS
     temporary = path.with_suffix(".writing")
     temporary.write_text(json.dumps({**_read_names(path), tracker: name}, indent=1), encoding="utf-8")
     temporary.replace(path)

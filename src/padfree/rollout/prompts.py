@@ -23,11 +23,11 @@ from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.conversation import Conversation, Message
 from padfree.data.data_settings import RolloutDataSettings
 from padfree.data.encode import Encoded, Encoder, Passage, Piece
-from padfree.data.fields import Fields, check_mapping, resolve
+from padfree.data.fields import Fields, check_mapping
 from padfree.data.formats import PROMPT_SCHEMA, described, reading_images, reading_notes
 from padfree.data.image_reader import ImageReader
 from padfree.data.image_store import ReadImage, images_of
-from padfree.data.record_source import Chunk
+from padfree.data.record_source import Chunk, resolve_source
 from padfree.data.records import DataReport, RowError, SkippedRow, attempt, bad_row
 from padfree.data.rows import RowReader
 from padfree.data.sources import open_sources, record_of
@@ -93,10 +93,9 @@ def read_prompts(
     collected = _CollectedPrompts(settings, max_new_tokens)
     files: list[dict[str, str]] = []
     for source in open_sources(data, split=settings.split, subset=settings.subset):
-        first = source.first_row()
-        fields = None
-        if first is not None:
-            fields = resolve(first, settings.columns, schema, source.name, reader.template_names)
+        found = resolve_source(source, settings.columns, schema, reader.template_names, on_bad_row=settings.on_bad_row)
+        first, fields = found or ({}, None)
+        if fields is not None:
             how = "through the chat template" if reader.renders_chat else "as plain text"
             files.append({"name": source.name, "read_as": f"{described(fields, first, schema)}; {how}"})
         if fields is not None and fields.kind == "messages" and not reader.renders_chat:
@@ -107,7 +106,7 @@ def read_prompts(
                 value=settings.prompt_format,
             )
         collected.rows_per_file[source.name] = 0
-        for chunk in source.chunks(tuple(first or ())):
+        for chunk in source.chunks(tuple(first)):
             collected.rows_per_file[source.name] += len(chunk.numbers)
             # If no row of the file can be parsed, its fields are unknown. The errors of the rows are reported anyway.
             results = reader.read(chunk, fields or Fields(kind="prompt", columns={}))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from padfree.config import DataConfig, RolloutConfig
-from padfree.config.inputs import check_regular
+from padfree.config.inputs import check_regular, user_path
 from padfree.data import DataReport, StoredSamples, TokenizedDataset
 from padfree.data.formats import reading_notes
 from padfree.data.image_processor import ImageSettings
@@ -75,7 +75,7 @@ class ReadSettings:
 
 def read_template(name: str, setting: str = "data.chat_template") -> str:
     """Return the text of the chat template in the file `name`. `setting`: the setting that error messages name."""
-    path = Path(name).expanduser()
+    path = Path(user_path(name, setting))
     check_regular(path, setting, once=False)
     try:
         text = path.read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 run             train: a whole run, from its settings to the exported model
 preflight       checks settings, data and model before weights are loaded
+run_notes       names unusual facts that are not errors, before the first step
 setup           builds loss, models and engine from the settings
 trainer         Trainer: the loop over batches
 batcher         forms global batches

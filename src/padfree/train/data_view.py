@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +21,9 @@ from padfree.config import DataConfig
 from padfree.data.chat_renderer import RenderedSample
 from padfree.data.conversation import Conversation
 from padfree.data.data_settings import SFTDataSettings
-from padfree.data.fields import resolve
 from padfree.data.formats import SFT_SCHEMA, reading_images
 from padfree.data.image_processor import ImageSettings
+from padfree.data.record_source import resolve_source
 from padfree.data.records import labelled
 from padfree.data.sources import open_sources, record_of
 from padfree.data.tokenize import RowTokenizer
@@ -99,14 +99,16 @@ def shown_rows(
     """
     rows = _rows(source)
     begin = _row_index(rows, first)
+    chosen = rows[begin : begin + count]
+    rendered = _rendered(data, {place for place, _ in chosen}, tokenizer, images) if turns else {}
     return [
         ShownRow(
             place=place,
             samples=tuple(
-                _sample(data if turns else None, source.samples[index], tokenizer, place, images) for index in indices
+                _sample(source.samples[index], tokenizer, place, rendered.get(place, ())) for index in indices
             ),
         )
-        for place, indices in rows[begin : begin + count]
+        for place, indices in chosen
     ]
 
 
@@ -148,9 +150,7 @@ def _row_index(rows: Sequence[tuple[str, list[int]]], first: str | int) -> int:
     return names.index(text)
 
 
-def _sample(
-    data: DataConfig | None, sample: Sample | Prompt, tokenizer: Any, place: str, images: ImageSettings | None
-) -> ShownSample:
+def _sample(sample: Sample | Prompt, tokenizer: Any, place: str, rendered: Sequence[_RenderedTokens]) -> ShownSample:
     if isinstance(sample, Prompt):
         mask = np.zeros(len(sample.tokens), np.bool_)
         facts: dict[str, Any] = {"response": f"at most {sample.max_new_tokens} tokens, written by the model"}
@@ -163,7 +163,7 @@ def _sample(
     return ShownSample(
         name=str(sample.uid),
         parts=_parts(sample.tokens, sample.mask, tokenizer, sample.images),
-        messages=() if data is None else _messages(data, sample, tokenizer, place, images),
+        messages=_messages(sample, rendered),
         facts=facts,
     )
 
@@ -203,35 +203,39 @@ def _decoded(tokenizer: Any, tokens: NDArray[np.integer[Any]]) -> str:
     return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _messages(
-    data: DataConfig, sample: Sample, tokenizer: Any, place: str, images: ImageSettings | None
-) -> tuple[ShownMessage, ...]:
-    """Return the range of tokens of each message of `sample`, whose data row is at `place` (`file:line`).
+def _rendered(
+    data: DataConfig, places: set[str], tokenizer: Any, images: ImageSettings | None
+) -> dict[str, list[_RenderedTokens]]:
+    """Return the rendered samples of the rows at `places` (`file:line`).
 
-    The result is empty if the row is not a conversation, or if the tokenizer gives no character offsets.
+    The result is empty if the rows are not conversations, or if the tokenizer gives no character offsets.
     """
+    found: dict[str, list[_RenderedTokens]] = {}
     if tokenizer is None or not tokenizer.is_fast:
-        return ()
-    name, _, line = place.rpartition(":")
+        return found
+    schema = SFT_SCHEMA if images is None else reading_images(SFT_SCHEMA)
     for label, own in _source_settings(data):
         settings = SFTDataSettings(loss_on=own.loss_on, **text_settings(own, images=images))
         tokenize = RowTokenizer(tokenizer, settings)
         for source in open_sources(list(own.path), split=settings.split, subset=settings.subset):
-            first = source.first_row()
-            if first is None or name != (source.name if label is None else labelled(label, source.name)):
+            name = source.name if label is None else labelled(label, source.name)
+            lines = {int(line) for file, _, line in (place.rpartition(":") for place in places) if file == name}
+            names, mapping, on_bad_row = tokenize.reader.template_names, settings.columns, settings.on_bad_row
+            read = resolve_source(source, mapping, schema, names, on_bad_row=on_bad_row) if lines else None
+            if read is None:
                 continue
-            schema = SFT_SCHEMA if images is None else reading_images(SFT_SCHEMA)
-            fields = resolve(first, settings.columns, schema, source.name, tokenize.reader.template_names)
-            for chunk in source.chunks(fields.needed):
-                if int(line) in chunk.numbers:
-                    # Samples do not record their messages, so apply the chat template to the row again.
-                    row = record_of(chunk.records[chunk.numbers.index(int(line))])
-                    rendered = [
-                        (conversation, tokenize.expanded(conversation, one, source.folder))
-                        for conversation, one in tokenize.rendered(row, fields)
-                    ]
-                    return _locate_messages(rendered, sample, tokenizer)
-    return ()
+            for chunk in source.chunks(read[1].needed):
+                for line, record in zip(chunk.numbers, chunk.records, strict=True):
+                    if line in lines:
+                        rendered = tokenize.rendered(record_of(record), read[1])
+                        found[f"{name}:{line}"] = [
+                            _tokens(conversation, tokenize.expanded(conversation, one, source.folder), tokenizer)
+                            for conversation, one in rendered
+                        ]
+                        lines.remove(line)
+                if not lines:
+                    break
+    return found
 
 
 def _source_settings(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
@@ -244,15 +248,28 @@ def _source_settings(data: DataConfig) -> list[tuple[str | None, DataConfig]]:
     return [(source.label, data.of_source(source)) for source in data.sources]
 
 
-def _locate_messages(
-    rendered: Sequence[tuple[Conversation, RenderedSample]], sample: Sample, tokenizer: Any
-) -> tuple[ShownMessage, ...]:
+class _RenderedTokens(NamedTuple):
+    """A rendered sample of a conversation, its token ids [n], and the start and end of each token in its text."""
+
+    conversation: Conversation
+    sample: RenderedSample
+    tokens: list[int]
+    offsets: NDArray[np.int64]  # [n, 2]
+
+
+def _tokens(conversation: Conversation, sample: RenderedSample, tokenizer: Any) -> _RenderedTokens:
+    encoded = tokenizer(sample.text, add_special_tokens=False, return_offsets_mapping=True)
+    offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    return _RenderedTokens(conversation, sample, encoded["input_ids"], offsets)
+
+
+def _messages(sample: Sample, rendered: Sequence[_RenderedTokens]) -> tuple[ShownMessage, ...]:
+    """Return the range of tokens of each message of `sample`. `rendered`: the rendered samples of its row."""
     tokens = sample.tokens.tolist()
-    for conversation, one in rendered:
-        encoded = tokenizer(one.text, add_special_tokens=False, return_offsets_mapping=True)
-        if encoded["input_ids"][: len(tokens)] != tokens:
+    for conversation, one, ids, offsets in rendered:
+        if ids[: len(tokens)] != tokens:
             continue
-        offsets = np.array(encoded["offset_mapping"][: len(tokens)], dtype=np.int64).reshape(-1, 2)
+        offsets = offsets[: len(tokens)]
         found = []
         for index, (start, end) in one.messages:
             inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))

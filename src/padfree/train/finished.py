@@ -23,6 +23,7 @@ from padfree.config import CheckpointConfig, Config, RunConfig
 from padfree.errors import UserError
 from padfree.record.file_names import CHECKPOINTS, END, EVALUATION, EVENTS, MODEL
 from padfree.record.run_folder import read_json, write_json, writing
+from padfree.record.start_over import resumes
 from padfree.rollout.collect.queue_state import KEY as QUEUE
 from padfree.tasks.reading import TrainingData
 from padfree.train.batcher import make_batcher
@@ -99,7 +100,7 @@ def check_can_continue(run: RunConfig, checkpoint: CheckpointConfig, *, raised_s
     returns None.
     """
     folder = Path(run.folder)
-    end = read_end(folder, resume=checkpoint.resume)
+    end = read_end(folder, resume=resumes(run, checkpoint))
     if end is None or latest_in(folder / CHECKPOINTS) is not None:
         return
     settings, step = end["made_with"]["settings"], int(end["step"])
@@ -148,7 +149,7 @@ def _newest_extra(config: Config) -> tuple[Path | None, dict[str, Any]]:
 
     The `extra` dict holds everything besides models and optimizers, such as the position in the data.
     """
-    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if config.checkpoint.resume else None
+    newest = latest_in(Path(config.run.folder) / CHECKPOINTS) if resumes(config.run, config.checkpoint) else None
     extra: dict[str, Any] = {}
     if newest is not None:
         with suppress(CheckpointError, OSError):  # the error is reported when the checkpoint is loaded
@@ -161,7 +162,8 @@ def _last_extra(config: Config) -> dict[str, Any]:
 
     If there is no such file, return the `extra` dict of the newest checkpoint; {} for a new run.
     """
-    return read_end(Path(config.run.folder), resume=config.checkpoint.resume) or _newest_extra(config)[1]
+    resume = resumes(config.run, config.checkpoint)
+    return read_end(Path(config.run.folder), resume=resume) or _newest_extra(config)[1]
 
 
 def data_day(config: Config) -> datetime.date:

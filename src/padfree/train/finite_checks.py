@@ -72,17 +72,18 @@ def _nonfinite_on_any_rank(model: nn.Module) -> str | None:
 def check_scores(scores: Sequence[NDArray[np.floating]], samples: Sequence[Sample], *, setting: str, what: str) -> None:
     """Raise a `UserError` if a score is NaN or infinite. All ranks must pass the same scores.
 
-    `scores[i]` [n]: a model's scores of the n tokens of sample i. `setting`: the setting that names the model. `what`:
-    the kind of score, e.g. "log-probability".
+    `scores[i]`: a model's scores [n] of the n tokens of sample i, or its score [] of the whole sample. `setting`: the
+    setting that names the model. `what`: the kind of score, e.g. "log-probability".
     """
     for index, (values, sample) in enumerate(zip(scores, samples, strict=True)):
         finite = np.isfinite(values)
         if not finite.all():
             token = int(np.argmin(finite))
+            of_token = f" of token {token}" if values.ndim else ""
             name = f"at index {index}" if sample.uid is None else sample.uid
             raise UserError(
                 setting,
-                f"the {what} of token {token} of sample {name} is {values[token]}, which is not finite",
+                f"the {what}{of_token} of sample {name} is {values.flat[token]}, which is not finite",
                 "check this sample, and the weights of the model",
             )
 

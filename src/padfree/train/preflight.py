@@ -11,7 +11,6 @@ A run, its dry run (`--dry`) and `padfree plan` all call `preflight`, so they re
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from padfree.config.inert import inert_settings
 from padfree.config.output_sections import check_folder
 from padfree.cp.ulysses import check_heads
 from padfree.data.prepare import Progress
-from padfree.data.rewards import BUILT_IN, check_reward_name
+from padfree.data.rewards import check_reward_name
 from padfree.distributed import raise_together
 from padfree.distributed.mesh import check_expert_ranks
 from padfree.errors import UserError
@@ -55,10 +54,11 @@ from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.environment import check_episode_settings
 from padfree.sizes import ModelSizes
 from padfree.tasks.reading import TrainingData
-from padfree.train.batcher import check_shown, count_steps, groups_of, lengths_of
-from padfree.train.check_data import ModelLimits, check_lengths, check_source, untrained_samples
+from padfree.train.batcher import check_shown, groups_of
+from padfree.train.check_data import ModelLimits, check_lengths, check_source
 from padfree.train.finished import check_can_continue, check_newest, data_day
 from padfree.train.rl.reference_model import check_same_tensors
+from padfree.train.run_notes import run_notes
 from padfree.train.setup import check_placement, check_reward_model
 from padfree.train.training_data import (
     check_rollouts,
@@ -157,7 +157,7 @@ def _run_checks(
         _check_source(held_out_config, held_out, limits, tokenizer, "eval.path")
         if not planned:
             _check_lengths(held_out_config, held_out, processes, budget=False)
-    notes += [*source.notes, *(() if held_out is None else held_out.notes), *_notes(config, source, limits, dry)]
+    notes += [*source.notes, *(() if held_out is None else held_out.notes), *run_notes(config, source, limits, dry)]
     if not planned:
         _check_lengths(config, source, processes)
         if (note := check_rollouts(config, source)) is not None:
@@ -365,36 +365,3 @@ def _check_lengths(config: Config, source: TrainingData, processes: int, *, budg
         context=config.parallel.most_context(processes),
         budget=budget,
     )
-
-
-# Notes: unusual facts that are not errors
-
-
-def _notes(config: Config, source: TrainingData, limits: ModelLimits, dry: bool) -> Iterator[str]:
-    if config.optimizer.changes_nothing:
-        yield f"optimizer.lr is 0: {'only the critic is trained' if config.critic.lr else 'no weight changes'}"
-    if untrained := untrained_samples(source):
-        count = f"{len(untrained):,} of {len(source.samples):,}"
-        yield f"data.path: {count} samples have no token to train (the first is {source.place(untrained[0])})"
-    if config.model.vision:
-        yield "model.vision: estimates of time count image tokens, but not the computation of the vision tower"
-    longest, trained = int(lengths_of(source.samples).max(initial=0)), limits.trained_positions
-    if trained is not None and longest > trained:
-        yield f"samples have up to {longest} tokens, but the model supports {trained} (max_position_embeddings)"
-    steps = config.run.steps
-    if steps is not None and config.data.epochs is not None:
-        steps_in_data = count_steps(config, source, enough=steps)
-        if steps_in_data < steps:
-            end = "" if config.schedule.kind == "constant" else f", before the {config.schedule.kind} schedule ends"
-            yield (
-                f"run.steps is {steps}, but the data ends after about {steps_in_data} steps{end}; set "
-                f"run.steps={steps_in_data}, or data.epochs=none"
-            )
-    own_function = config.rollout.reward is not None and model_of(config.rollout.reward) is None
-    if dry and own_function and config.rollout.reward not in BUILT_IN:
-        yield f"rollout.reward {config.rollout.reward} is not imported by a dry run, so it has not been checked"
-    if dry and config.rollout.environment is not None:
-        name = config.rollout.environment
-        yield f"rollout.environment {name} is not imported by a dry run, so it has not been checked"
-    if dry and is_path(config.loss.kind):
-        yield f"loss.kind {config.loss.kind} is not imported by a dry run, so it has not been checked"

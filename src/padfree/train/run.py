@@ -31,6 +31,7 @@ from padfree.images import Image
 from padfree.packing.context_sizes import context_sizes
 from padfree.record.file_names import BEST_MODEL, CHECKPOINTS, CRITIC_MODEL, MODEL, RESPONSE_LOG, ROWS
 from padfree.record.run_folder import held_run_folder, writing
+from padfree.record.start_over import remove_replaced
 from padfree.record.trackers import require_trackers
 from padfree.rollout import Prompt, stop_tokens
 from padfree.rollout.collect.collector import Collector, OnSampling
@@ -103,6 +104,7 @@ def train(
             )
             finished = _finished(config, mesh, preflight_result)
             if finished is not None:
+                check_on_first_rank(mesh, remove_replaced, Path(config.run.folder))  # if the run was killed at its end
                 newest = latest_in(Path(config.run.folder) / CHECKPOINTS)
                 return RunResult(step=finished, stopped=False, checkpoint=newest, was_finished=True)
             check_on_first_rank(mesh, check_can_continue, config.run, config.checkpoint)
@@ -212,17 +214,19 @@ def _train(
                 source.report.write(trainer.folder / ROWS)  # names every row that was skipped, dropped or truncated
         with signals.deferred(AFTER_SIGNAL):
             result = trainer.run()
-    if not config.checkpoint.export or result.stopped:
+    if result.stopped:
         return result
-    with signals.deferred("exports the trained model and ends") if not signals.received else nullcontext():
-        report_activity("exporting the model", 0, 0)
-        export(config, engine.model, trainer.folder / MODEL, tokenizer, dtype=dtype)
-        if trainer.best is not None:
-            trainer.load_best()
-            export(config, engine.model, trainer.folder / BEST_MODEL, tokenizer, dtype=dtype)
-        if trainer.batches.critic is not None:
-            export_critic(trainer.batches.critic, trainer.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
-        trainer.events.write("export", step=trainer.step)
+    if config.checkpoint.export:
+        with signals.deferred("exports the trained model and ends") if not signals.received else nullcontext():
+            report_activity("exporting the model", 0, 0)
+            export(config, engine.model, trainer.folder / MODEL, tokenizer, dtype=dtype)
+            if trainer.best is not None:
+                trainer.load_best()
+                export(config, engine.model, trainer.folder / BEST_MODEL, tokenizer, dtype=dtype)
+            if trainer.batches.critic is not None:
+                export_critic(trainer.batches.critic, trainer.folder / CRITIC_MODEL, tokenizer, dtype=critic_dtype)
+            trainer.events.write("export", step=trainer.step)
+    check_on_first_rank(mesh, remove_replaced, trainer.folder)
     return result
 
 

@@ -176,7 +176,7 @@ class ScalarScorer(Scorer):
         self.model.train(training)
         dist.all_reduce(found, group=self.mesh.loss.group)
         ends: NDArray[np.float32] = found.float().cpu().numpy()
-        check_scores(np.split(ends, len(samples)), samples, setting=self.setting, what="score")
+        check_scores([np.asarray(reward) for reward in ends], samples, setting=self.setting, what="reward")
         return ends
 
 

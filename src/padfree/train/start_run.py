@@ -20,6 +20,7 @@ from padfree.model.named_tensors import named_tensors
 from padfree.record.file_names import CHECKPOINTS
 from padfree.record.run_files import open_run_files
 from padfree.record.run_folder import mark_run_folder
+from padfree.record.start_over import replaced_line, start_over
 from padfree.rollout.response_log import ResponseLog
 from padfree.stop_signals import StopSignals
 from padfree.train.batch_preparer import BatchPreparer
@@ -75,7 +76,10 @@ def begin_run(
     )
     check_ranks_agree(record, mesh.loss.group)
     torch.manual_seed(config.run.seed + mesh.loss.rank)
-    newest = checkpointer.agreed_latest() if config.checkpoint.resume else None
+    check_on_first_rank(mesh, start_over, config.run, config.checkpoint)
+    newest = checkpointer.agreed_latest()
+    if newest is None and (line := replaced_line(Path(config.run.folder))) is not None:
+        note(line)
     budget = config.parallel.float8_budget
     float8 = None if budget is None else Float8Budget(engine, budget)
     position, evaluated, resumed = RunPosition(), False, None
@@ -87,7 +91,7 @@ def begin_run(
     run_log: RunResponseLog | None = None
     if response_log is not None:
         run_log = RunResponseLog(response_log, checkpointer, engine.model, record, mesh.loss)
-        line = run_log.begin(position.step, after=batches.last_batch_number, resume=config.checkpoint.resume)
+        line = run_log.begin(position.step, after=batches.last_batch_number)
         if line is not None:
             note(line)
     return Trainer(

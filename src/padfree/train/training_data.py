@@ -34,6 +34,7 @@ from padfree.data import (
     of_source,
 )
 from padfree.data.chat_renderer import chat_renderer
+from padfree.data.folders import left_out_notes
 from padfree.data.image_processor import ImageSettings
 from padfree.data.prepare import Progress
 from padfree.errors import UserError, shown_error
@@ -99,6 +100,7 @@ def load_training_data(
         images=image_settings(config.model, config.data),
     )
     found = _load(task_of(config.loss.command), settings)
+    found = replace(found, notes=(*found.notes, *left_out_notes(config.data.paths)))
     chat = None
     if tokenizer is not None:
         chat = chat_renderer(tokenizer, RolloutDataSettings(**text_settings(config.data, day)), day=day)

@@ -110,7 +110,7 @@ def split_rows(real: RealDemo) -> Found:
 
 def read_rows(name: str, most: int) -> list[dict[str, str]]:
     """Return at most `most` rows of a JSON Lines file, each with prompt, response and answer."""
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.exists() and not path.is_file():
         raise UserError("--data", f"{name} is not a file", "give a JSON Lines file")
     try:

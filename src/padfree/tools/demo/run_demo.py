@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from padfree.config.inputs import path_word
 from padfree.errors import UserError, need
 from padfree.tools.demo.demo_folder import Demo, DemoSizes, console
 from padfree.tools.demo.real_stages import REAL_STAGES, RealDemo, RealSizes, real_result_rows
@@ -30,18 +31,25 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add = command.add_argument
     add(
         "--folder",
+        type=path_word("--folder"),
         default="padfree-demo",
         help="output folder; an earlier demo in it is replaced (default %(default)s)",
     )
     add(
         "--real",
+        type=path_word("--real"),
         nargs="?",
         const="",
         metavar="MODEL",
         help="train a real model with SFT and GRPO instead; needs --data",
     )
-    add("--model", help="model folder or Hub id for --real")
-    add("--data", metavar="FILE", help="data for --real: JSON Lines with question and answer, as in GSM8K")
+    add("--model", type=path_word("--model"), help="model folder or Hub id for --real")
+    add(
+        "--data",
+        type=path_word("--data"),
+        metavar="FILE",
+        help="data for --real: JSON Lines with question and answer, as in GSM8K",
+    )
     add("--resume", action="store_true", help="continue a demo that was stopped")
     command.set_defaults(run=run)
 

@@ -1,10 +1,11 @@
 """A table of evenly spread responses of an RL run.
 
-    lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11     4 lines per batch
-    lines in the table         0 1 2 3           | 8 9 10 11     here, of every second batch
+    lines of rollouts.jsonl    0 1 2 3 | 4 5 6 7 | 8 9 10 11     blocks of 4 lines, which most batches write
+    lines in the table         0 1 2 3           | 8 9 10 11     here, every second block
 
-A table has at most `MOST_ROWS` responses, with `MOST_LETTERS` characters in total. The middle of long texts is cut out.
-The file is read line by line, because it can be larger than memory.
+A block can begin or end within a batch, because a small batch writes fewer lines. Each row names its batch. A table has
+at most `MOST_ROWS` responses, with `MOST_LETTERS` characters in total. The middle of long texts is cut out. The file is
+read line by line, because it can be larger than memory.
 """
 
 from __future__ import annotations

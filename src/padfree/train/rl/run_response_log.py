@@ -75,18 +75,17 @@ class RunResponseLog:
         self._response_log, self._checkpointer, self._model, self._axis = response_log, checkpointer, model, axis
         self._settings = settings_digest(made_with)
 
-    def begin(self, step: int, *, after: int, resume: bool) -> str | None:
+    def begin(self, step: int, *, after: int) -> str | None:
         """Start to log responses. Return a note for the user if the run can reuse logged responses.
 
-        `step`: the number of steps so far. `after`: reuse only batches with a higher number. `resume=False`: delete all
-        logged responses.
+        `step`: the number of steps so far. `after`: reuse only batches with a higher number.
         """
         origin = self._origin(step)
         error = None
         if self._axis.rank == 0:
             try:
                 with writing(self._response_log.folder):
-                    self._response_log.purge(origin if resume else None)
+                    self._response_log.purge(origin)
             except UserError as wrong:
                 error = wrong
         raise_together(error, self._axis.group)
