@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import re
-import shutil
 import threading
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +16,22 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from padfree.config import ModelConfig
-from padfree.errors import UserError
 from padfree.images import Image
 from padfree.model.vision.families import FAMILIES
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.rollout.engines.vllm_images import GENERATE, STORE, ImageClient, StoredImages, _unpacked
-from padfree.rollout.truncation import WHOLE, Truncation
+from padfree.rollout.truncation import WHOLE
 from padfree.train.preflight import preflight
 from padfree.train.run import train
 from tests.refused import refused
 from tests.rollout.vllm.test_http import served_of
 from tests.rollout.vllm.test_run import lines
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving
-from tests.train import test_vision_rl
 from tests.train.test_vision_rl import config_of, prompt_rows
 
 pytest.importorskip("PIL")
-VLLM = Path(os.environ.get("PADFREE_VLLM", "without-vllm"))
 
 
 class Seeing(FakeVllm):
@@ -81,7 +74,11 @@ class Seeing(FakeVllm):
             stored.append(self.images.get(one["digest"]) or {})
             kinds[0, one["offset"] : one["offset"] + one["length"]] = 1
         inputs = {name: torch.cat([each[name] for each in stored]) for name in stored[0]}
-        ids, embedding, placeholder = torch.tensor([tokens]), self.model.get_input_embeddings(), tokens[shown[0]["offset"]]
+        ids, embedding, placeholder = (
+            torch.tensor([tokens]),
+            self.model.get_input_embeddings(),
+            tokens[shown[0]["offset"]],
+        )
         sampled = (ids == placeholder) & (kinds == 0)  # an ordinary token in the answer, which transformers refuses
 
         def embed(module: Any, _: Any, output: torch.Tensor) -> torch.Tensor:
@@ -255,22 +252,3 @@ def test_a_run_with_images_on_a_server(tmp_path: Path) -> None:
     assert fake.calls.count(STORE) == 3, "three distinct images, each sent once"
     versions = {key.split()[1] for key in fake.keys}
     assert versions == {"0", "2"}, "encoded again after the weight sync between the two batches"
-
-
-SHIM = """
-import importlib.abc, sys
-
-class Operators(importlib.abc.MetaPathFinder):
-    \"\"\"torchvision from PyPI has operators for CUDA only, and vLLM needs none of them on the CPU.\"\"\"
-
-    def find_spec(self, name, path, target=None):
-        if name == "torchvision":
-            import torch
-            global library
-            sys.meta_path.remove(self)
-            library = torch.library.Library("torchvision", "DEF")
-            for operator in ("nms", "qnms"):
-                library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-sys.meta_path.insert(0, Operators())
-"""
