@@ -15,7 +15,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
 from padfree.config import Config
-from padfree.config.hub import DATA_FILES
+from padfree.config.inputs import is_data_file
 from padfree.config.loss import TASKS
 from padfree.errors import closest
 
@@ -127,7 +127,7 @@ def _repeated(words: Sequence[str]) -> list[str]:
     """
     found: list[str] = []
     for word in words:
-        is_file = word.endswith(DATA_FILES) and "=" not in word and not word.startswith("-")
+        is_file = is_data_file(word) and "=" not in word and not word.startswith("-")
         if is_file and found[-2:-1] == ["--data"]:
             found.append("--data")
         found.append(word)
