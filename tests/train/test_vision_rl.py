@@ -256,9 +256,9 @@ def test_evaluation_on_prompts_with_images(tmp_path: Path) -> None:
     [
         (["rollout.reward=none"], "model.vision", "rollout files have no images"),
         (
-            ["rollout.engine=vllm", "rollout.servers=http://127.0.0.1:1"],
+            ["rollout.engine=tests.rollout.test_engines:make"],
             "rollout.engine",
-            "samples responses to images",
+            "the engines that sample responses to images",
         ),
         (["rollout.agent=['true']"], "model.vision", "agents and packaged environments get text only"),
         (["rollout.reward=model:x"], "rollout.reward", "reward models read text"),

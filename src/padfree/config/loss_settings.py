@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from padfree.choices import DivergenceKind, ModelHead, PreferenceLoss
+from padfree.choices import SAMPLING_ENGINES, DivergenceKind, ModelHead, PreferenceLoss
 from padfree.config.functions import model_of
 from padfree.config.packaged import is_packaged
 from padfree.config.setting import check_table, need_of, setting
@@ -249,8 +249,8 @@ def check_sampled_images(config: Any) -> None:
     )
     own = rollout.environment is None or not is_packaged(rollout.environment)
     need(own and not rollout.agent, "model.vision", True, fix)
-    fix = "set rollout.engine=in_process, the only engine that samples responses to images, or model.vision=false"
-    need(rollout.engine == "in_process", "rollout.engine", rollout.engine, fix)
+    fix = "set rollout.engine=in_process or vllm, the engines that sample responses to images, or model.vision=false"
+    need(rollout.engine in SAMPLING_ENGINES, "rollout.engine", rollout.engine, fix)
     fix = "set model.vision=false, or a function as rollout.reward: in RL, reward models read text"
     need(model_of(rollout.reward) is None, "rollout.reward", rollout.reward, fix)
 

@@ -26,6 +26,8 @@ from padfree.model.stacked_experts import undivided
 from padfree.model.structure import skeleton
 from padfree.packing.context_sizes import context_sizes
 from padfree.rollout.engines.in_process.sampler import check_samples_images
+from padfree.rollout.engines.servers.start import check_image_inputs
+from padfree.rollout.engines.vllm import VllmServer
 from padfree.sizes import ModelSizes
 from padfree.train.check_data import ModelLimits
 from padfree.train.rl.reference_model import check_same_tensors
@@ -40,6 +42,8 @@ def check_models(config: Config) -> tuple[PreTrainedModel, ModelLimits]:
     limits = ModelLimits.of(model)
     if config.model.vision and config.rollout.source is not None:
         check_samples_images(model)
+        if config.rollout.engine == "vllm":
+            check_image_inputs(VllmServer, config, model)
     path = config.reference.path
     if path is not None and path != config.model.path:
         reference = _checked_model(config, path, "reference.path", "weights")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,8 @@ from padfree.rollout.engines.servers.server_api import (
     checked_tokens,
 )
 from padfree.rollout.engines.servers.start import make_server_sampler
+from padfree.rollout.engines.vllm_images import GENERATE as GENERATE_FROM_IMAGES
+from padfree.rollout.engines.vllm_images import STORE, ImageClient
 from padfree.rollout.sampling_rng import GREEDY
 
 SUPPORTED = ((0, 24), (0, 33))
@@ -40,8 +43,9 @@ START = 'start the server with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-conf
 LORA = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 KEPT = "start the server with --return-sampling-mask, --enable-scale-out and --logprobs-mode processed_logprobs"
 SLEEP = "start the server with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1"
+IMAGES = "use vLLM 0.32 or newer, and start the server with --enable-scale-out and --no-mm-device-do-normalize"
 COMPLETIONS = "/v1/completions"
-GENERATE = "/inference/v1/generate"  # the only route that returns kept sets
+GENERATE = "/inference/v1/generate"  # returns kept sets
 KEPT_SINCE = "0.30"  # the first version of vLLM that has this route and its options
 
 _OWN_WEIGHTS = "default"  # version of the weights that vLLM loaded itself
@@ -62,12 +66,17 @@ class VllmServer(HttpServer):
     takes_differences = True
     takes_truncation = True
     can_sleep = True
+    image_inputs = ("pixel_values", "image_grid_thw")
     fix_route = START
     fix_stops = "start the server with --generation-config vllm"
     fix_length = "start the server with --max-model-len {length} or more"
     fix_name = "start all servers with the same --served-model-name"
     fix_weights = "use padfree's transfer on a vLLM that can reload this model, or raise rollout.canary"
     fix_temperature = "start the server with --logprobs-mode processed_logprobs"
+
+    def __init__(self, url: str, timeout: float) -> None:
+        super().__init__(url, timeout)
+        self._images = ImageClient()
 
     # Before a run
 
@@ -105,6 +114,8 @@ class VllmServer(HttpServer):
             await self._check_kept(served.returns_kept, options["model_config"], release)
         if served.returns_kept is not None and not was_asleep:
             await self._check_kept_route(served.returns_kept, name)
+        if served.model.vision:
+            await self._check_images()
         await self._check_vocabulary(name, served.vocabulary, has_weights=not was_asleep)
         if not options["model_config"].get("skip_tokenizer_init"):
             answer = await self.call("POST", "/tokenize", {"prompt": served.text, "add_special_tokens": False})
@@ -188,6 +199,16 @@ class VllmServer(HttpServer):
                 KEPT,
             ) from None
 
+    async def _check_images(self) -> None:
+        """Raise an error unless the server reads images, and uses pixels as they are sent."""
+        answer = await self.call("GET", STORE, fix=IMAGES)
+        if not answer.get("reads_images"):
+            problem = f"{self.url} serves a model that reads no images"
+            raise UserError("rollout.servers", problem, "start the server with the model of model.path")
+        if answer.get("normalizes"):
+            problem = f"{self.url} would normalize the pixels of images, which the trainer has normalized"
+            raise UserError("rollout.servers", problem, "start the server with --no-mm-device-do-normalize")
+
     async def _check_vocabulary(self, name: str, vocabulary: int, *, has_weights: bool) -> None:
         """Raise an error unless the server's vocabulary has the size `vocabulary`.
 
@@ -244,10 +265,17 @@ class VllmServer(HttpServer):
             **_truncation_fields(request, sampling),
         }
         returns_kept = sampling.truncation.depends_on_logits
-        route = self.complete_name(sampling)
+        generates = returns_kept or bool(request.images)
+        route = GENERATE_FROM_IMAGES if request.images else self.complete_name(sampling)
         async with self.connected() as connection:
             self.need_version(await self._version(connection), version)
-            answer = await connection.call("POST", route, _generate_body(body) if returns_kept else body)
+            post = partial(connection.call, "POST")
+            if request.images:
+                # vLLM keeps the features of an image. The key makes it encode the image again with new weights.
+                key = str(body["cache_salt"])
+                answer = await self._images.generate(post, _generate_body(body), request.images, key)
+            else:
+                answer = await post(route, _generate_body(body) if generates else body)
             (choice,) = self._choices(answer, 1, model, route)
             cut = choice.get("finish_reason") == "abort"  # a pause aborted it; its tokens were sampled before
             # No weight sync reuses an earlier version, and a restart of the server would close the connection.
@@ -256,13 +284,13 @@ class VllmServer(HttpServer):
         if cut and not choice.get("token_ids"):
             return Completion(tokens=[], logprobs=[], reason="cut")
         with self.reading(f"{route} did not return token ids and log-probabilities"):
-            tokens, logprobs = (_generated if returns_kept else _sampled)(choice)
+            tokens, logprobs = (_generated if generates else _sampled)(choice)
         kept = None
         if sampling.truncation.is_active:
             with self.reading(f"{route} did not return the kept set of each token"):
                 lists = choice["sampling_mask"] if returns_kept else ()
                 kept = read_kept_sets(lists, tokens, request, sampling)
-        if not cut and (answer if returns_kept else choice).get("prompt_token_ids") != prompt:
+        if not cut and (answer if generates else choice).get("prompt_token_ids") != prompt:
             raise UserError(
                 "rollout.servers",
                 f"{self.url} changed the token ids of a prompt",
@@ -398,7 +426,11 @@ class VllmServer(HttpServer):
         if served.returns_routes:
             wanted.append(("--enable-return-routed-experts",))
         if served.returns_kept is not None:
-            wanted += [("--return-sampling-mask",), ("--enable-scale-out",)]
+            wanted.append(("--return-sampling-mask",))
+        if served.model.vision:
+            wanted.append(("--no-mm-device-do-normalize",))
+        if served.returns_kept is not None or served.model.vision:
+            wanted.append(("--enable-scale-out",))
         if served.lora_rank:
             rank = next((rank for rank in _LORA_RANKS if rank >= served.lora_rank), served.lora_rank)
             wanted += [("--enable-lora",), ("--max-lora-rank", str(rank))]

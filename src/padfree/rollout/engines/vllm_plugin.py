@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from padfree.rollout.engines.servers.buckets import BucketForm, Receiver
+from padfree.rollout.engines.vllm_images import add_image_routes
 
 BACKEND = "padfree"
 
@@ -32,6 +33,7 @@ def register() -> None:
         from vllm.entrypoints.serve.dev.rlhf.api_router import router
 
         add_version_routes(router)
+    add_image_routes()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _engine_class())
 

@@ -116,6 +116,8 @@ class ServerApi(ABC):
     takes_differences: ClassVar[bool] = False
     # Whether `complete` truncates the softmax by `SamplingSettings.truncation`, and returns kept sets.
     takes_truncation: ClassVar[bool] = False
+    # The inputs of the vision towers whose images `complete` takes; (): the engine takes no images.
+    image_inputs: ClassVar[tuple[str, ...]] = ()
     # Whether the engine implements `sleep` and `wake`, which `rollout.colocated` needs.
     can_sleep: ClassVar[bool] = False
     fix_stops: ClassVar[str] = "start the server with the stop tokens of the run"

@@ -22,6 +22,7 @@ from padfree.config.rollout import TRUNCATION, TRUNCATION_BY_LOGITS, RolloutConf
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.model.lora import adapted_modules, needs_merging
+from padfree.model.vision.families import family_of
 from padfree.rollout.base import Score
 from padfree.rollout.engines.in_process.hf_cache import stop_tokens
 from padfree.rollout.engines.servers.canary import LIMITS, TEXT, Canary, canary_sequences
@@ -38,6 +39,7 @@ from padfree.rollout.engines.servers.server_processes import Launcher, make_laun
 from padfree.rollout.engines.servers.weight_stream import SentWeights, WeightStream
 from padfree.rollout.engines.servers.weight_sync import FilesTransport, GroupTransport, WeightSync, broadcast_object
 from padfree.rollout.loop_thread import LoopThread
+from padfree.rollout.token_ids import vocabulary_of
 from padfree.rollout.truncation import truncation_of
 
 
@@ -57,6 +59,7 @@ def make_server_sampler(
         )
     check_truncation(api, rollout)
     check_colocated(api, rollout)
+    check_image_inputs(api, config, trained)
     served = served_model(config, trained, tokenizer)
     loop = LoopThread("servers")
     launcher: Launcher | None = None
@@ -81,7 +84,10 @@ def make_server_sampler(
         adapters = bool(served.lora_rank) and api.takes_adapters
         stream = WeightStream(trained, getattr(torch, config.model.dtype))
         by_difference = sends_differences(api, config, adapters=adapters)
-        longest = min(config.batch.max_tokens, getattr(trained.config, "max_position_embeddings", None) or 1 << 30)
+        longest = min(
+            config.batch.max_tokens,
+            getattr(trained.config.get_text_config(), "max_position_embeddings", None) or 1 << 30,
+        )
         return ServerSampler(
             servers=servers,
             loop=loop,
@@ -136,7 +142,7 @@ def served_model(config: Config, trained: PreTrainedModel, tokenizer: Any) -> Se
         model=config.model,
         lora_rank=0 if merged else config.lora.rank,
         adapted=() if merged else adapted_modules(trained),
-        vocabulary=int(trained.config.vocab_size),
+        vocabulary=vocabulary_of(trained),
         temperature=config.loss.temperature,
         text=TEXT,
         tokens=[int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]],
@@ -169,6 +175,18 @@ def check_colocated(api: type[ServerApi], settings: RolloutConfig) -> None:
     if settings.colocated and not api.can_sleep:
         problem = f", but the servers of rollout.engine={settings.engine} cannot release their GPU memory"
         raise UserError("rollout.colocated", problem, "set rollout.colocated=false or rollout.engine=vllm", "true")
+
+
+def check_image_inputs(api: type[ServerApi], config: Config, model: PreTrainedModel) -> None:
+    """Raise a `UserError` if the prompts have images, but servers of this engine cannot take images of this model."""
+    family = family_of(model) if config.model.vision else None
+    if family is not None and family.inputs != api.image_inputs:
+        raise UserError(
+            "rollout.engine",
+            f", but its servers cannot take images for {type(model).__name__}",
+            "set rollout.engine=in_process, or use a model of the Qwen or GLM families",
+            config.rollout.engine,
+        )
 
 
 def sends_differences(api: type[ServerApi], config: Config, *, adapters: bool) -> bool:
