@@ -254,7 +254,6 @@ def test_evaluation_on_prompts_with_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "setting", "problem"),
     [
-        (["rollout.reward=none"], "model.vision", "rollout files have no images"),
         (
             ["rollout.engine=tests.rollout.test_engines:make"],
             "rollout.engine",

@@ -239,10 +239,8 @@ class RewardModelSettings(TaskSettings):
 def check_sampled_images(config: Any) -> None:
     """Raise a `UserError` if the run samples responses to images, but other settings make this impossible."""
     rollout = config.rollout
-    if not config.model.vision:
+    if not config.model.vision or rollout.source is None:
         return
-    fix = "set model.vision=false, or set rollout.reward: rollout files have no images"
-    need(rollout.source is not None, "model.vision", True, fix)
     fix = (
         "set model.vision=false, or rollout.environment to your own function: agents and packaged environments get "
         "text only"

@@ -157,14 +157,14 @@ ROLLOUT_SCHEMA = Schema(
 )
 
 SHOW_IMAGES = ("messages", "pair", "prompt", "prompted", "continued", "implicit")
-"""The kinds of formats whose rows can have a column with images."""
+ROLLOUTS_SHOW_IMAGES = ("tokens", "token pair", "text")
+"""The kinds of formats whose rows can have a column with images, in rollout files and in all other files."""
 
 
-def reading_images(schema: Schema) -> Schema:
-    """Return a copy of `schema` for vision-language models, whose formats in `SHOW_IMAGES` have a field `images`."""
+def reading_images(schema: Schema, kinds: Sequence[str] = SHOW_IMAGES) -> Schema:
+    """Return a copy of `schema` for vision-language models, whose formats of these kinds have a field `images`."""
     formats = tuple(
-        replace(format, may=(*format.may, "images")) if format.kind in SHOW_IMAGES else format
-        for format in schema.formats
+        replace(format, may=(*format.may, "images")) if format.kind in kinds else format for format in schema.formats
     )
     return replace(schema, formats=formats, names={**schema.names, "images": ("image",)})
 

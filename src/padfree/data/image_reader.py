@@ -49,17 +49,17 @@ class ImageReader:
                 f"the rendered text has {marker!r} {markers} times, but the row shows {len(passage.images)} images; "
                 "remove this text from the row, or set data.chat_template to a template that shows each image once"
             )
-        if self.settings.one_image is not None and len(passage.images) > 1:
-            raise RowError(
-                f"the sample shows {len(passage.images)} images; give one, because {self.settings.one_image}"
-            )
-        read = tuple(
-            self._read(reference, folder, f"image {number}") for number, reference in enumerate(passage.images, 1)
-        )
+        read = self.read(passage.images, folder)
         if not read:
             return passage, read
         texts = iter([image.expansion.text for image in read])
         return replace(passage, pieces=tuple(_expanded(piece, marker, texts) for piece in passage.pieces)), read
+
+    def read(self, references: Sequence[ImageReference], folder: str | None) -> tuple[ReadImage, ...]:
+        """Read the images of a sample. `folder`: the folder to which relative paths of images refer."""
+        if self.settings.one_image is not None and len(references) > 1:
+            raise RowError(f"the sample shows {len(references)} images; give one, because {self.settings.one_image}")
+        return tuple(self._read(reference, folder, f"image {number}") for number, reference in enumerate(references, 1))
 
     def problem(self, encoded: Encoded, images: Sequence[ReadImage]) -> str | None:
         """Return why the number of placeholder tokens of a sample does not match its images, or None if it does."""

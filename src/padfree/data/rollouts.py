@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,9 +30,11 @@ from numpy.typing import NDArray
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.data_settings import RolloutDataSettings
-from padfree.data.encode import Encoder, Passage, Piece
+from padfree.data.encode import Encoded, Encoder, Passage, Piece
 from padfree.data.fields import Fields, check_mapping
-from padfree.data.formats import ROLLOUT_SCHEMA, described, reading_notes
+from padfree.data.formats import ROLLOUT_SCHEMA, ROLLOUTS_SHOW_IMAGES, described, reading_images, reading_notes
+from padfree.data.image_reader import ImageReader
+from padfree.data.image_store import ReadImage, images_of
 from padfree.data.record_source import Chunk, resolve_source
 from padfree.data.records import (
     LARGEST,
@@ -49,9 +51,11 @@ from padfree.data.records import (
     string,
     token_ids,
 )
+from padfree.data.row_images import read_column
 from padfree.data.rows import RowReader
 from padfree.data.sources import open_sources, record_of
 from padfree.errors import UserError
+from padfree.images import Image
 from padfree.kept_sets import KeptSets
 from padfree.routes import Routes, checked_routes, decoded_routes
 from padfree.sample import Sample
@@ -83,20 +87,17 @@ def read_rollouts(
 ) -> RolloutData:
     """Read rollout files, or folders of them. A tokenizer is needed if rollouts are given as text."""
     settings = settings or RolloutDataSettings()
-    check_mapping(settings.columns, ROLLOUT_SCHEMA)
+    schema = ROLLOUT_SCHEMA if settings.images is None else reading_images(ROLLOUT_SCHEMA, ROLLOUTS_SHOW_IMAGES)
+    check_mapping(settings.columns, schema)
     reader = _RolloutReader(tokenizer, settings)
     collected = _CollectedRollouts(settings)
     files: list[dict[str, str]] = []
     for source in open_sources(data, split=settings.split, subset=settings.subset):
-        found = resolve_source(
-            source, settings.columns, ROLLOUT_SCHEMA, reader.template_names, on_bad_row=settings.on_bad_row
-        )
+        found = resolve_source(source, settings.columns, schema, reader.template_names, on_bad_row=settings.on_bad_row)
         fields = None
         if found is not None:
             first, fields = found
-            files.append(
-                {"name": source.name, "read_as": described(fields, first, ROLLOUT_SCHEMA, TITLES[fields.kind])}
-            )
+            files.append({"name": source.name, "read_as": described(fields, first, schema, TITLES[fields.kind])})
         if fields is not None and fields.kind == "text" and tokenizer is None:
             raise UserError(
                 "model.tokenizer",
@@ -123,6 +124,7 @@ class _Tokens(NamedTuple):
     tokens: NDArray[np.integer[Any]]  # [n]
     response_start: int
     mask: NDArray[np.bool_]  # [n]
+    images: tuple[ReadImage, ...] = ()
 
 
 class _RolloutRead(NamedTuple):
@@ -141,6 +143,8 @@ class _RolloutReader:
         if tokenizer is not None:
             self._chat = chat_renderer(tokenizer, settings, day=settings.day)
         self._rows = RowReader(settings, renders_chat=self._chat is not None) if tokenizer is not None else None
+        self._images = None if settings.images is None else ImageReader(settings.images)
+        self._prepare = None if settings.images is None else settings.images.prepare
 
     @property
     def template_names(self) -> tuple[str, ...]:
@@ -150,39 +154,83 @@ class _RolloutReader:
         """Return one result for each row of a chunk, in order: its sample or, for a bad row, a `RowError`."""
         rows = [attempt(record_of, record) for record in chunk.records]
         if fields.kind == "text":
-            tokens = self._encoded(rows, fields)
+            tokens = self._encoded(rows, fields, chunk.folder)
         else:
-            tokens = [row if isinstance(row, RowError) else attempt(_given_tokens, row, fields) for row in rows]
+            tokens = [
+                row if isinstance(row, RowError) else attempt(self._given, row, fields, chunk.folder) for row in rows
+            ]
         return [
-            attempt(_sample, row, fields, found, chunk.source, line)
+            attempt(self._sample, row, fields, found, chunk.source, line)
             if not isinstance(row, RowError) and not isinstance(found, RowError)
             else RowError(str(found))
             for line, row, found in zip(chunk.numbers, rows, tokens, strict=True)
         ]
 
-    def _encoded(self, rows: Sequence[dict[str, Any] | RowError], fields: Fields) -> list[_Tokens | RowError]:
+    def _encoded(
+        self, rows: Sequence[dict[str, Any] | RowError], fields: Fields, folder: str | None
+    ) -> list[_Tokens | RowError]:
         assert self._encoder is not None
-        passages = [row if isinstance(row, RowError) else attempt(self._passage, row, fields) for row in rows]
-        encoded = iter(self._encoder.encode([passage for passage in passages if isinstance(passage, Passage)]))
+        passages = [row if isinstance(row, RowError) else attempt(self._passage, row, fields, folder) for row in rows]
+        encoded = iter(self._encoder.encode([one[0] for one in passages if not isinstance(one, RowError)]))
         results: list[_Tokens | RowError] = []
-        for passage in passages:
-            result = next(encoded) if isinstance(passage, Passage) else passage
-            if isinstance(result, RowError):
-                results.append(result)
+        for one in passages:
+            result = one if isinstance(one, RowError) else next(encoded)
+            if isinstance(one, RowError) or isinstance(result, RowError):
+                results.append(RowError(str(result)))
             else:
-                results.append(_Tokens(result.tokens, _first_trained(result.loss_mask), result.loss_mask))
+                results.append(_Tokens(result.tokens, _first_trained(result.loss_mask), result.loss_mask, one[1]))
         return results
 
-    def _passage(self, row: dict[str, Any], fields: Fields) -> Passage:
+    def _given(self, row: dict[str, Any], fields: Fields, folder: str | None) -> _Tokens:
+        found = _given_tokens(row, fields)
+        column = fields.columns.get("images", "images")
+        if self._images is None or row.get(column) is None:
+            return found
+        return found._replace(images=self._images.read(read_column(row[column], column), folder))
+
+    def _sample(self, row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _RolloutRead:
+        read = _sample(row, fields, found, source, line)
+        if self._images is None:
+            return read
+        sample = self._shown(read.sample, found.images)
+        if sample.images and not read.named:
+            # Prompts with the same tokens and different images are different prompts.
+            shown = [image.digest for image in sample.images if image.positions[0] < found.response_start]
+            key = hashlib.sha256("".join(shown).encode()).hexdigest()[:16]
+            sample = replace(sample, group=f"{sample.group}:{key}")
+        return read._replace(sample=sample)
+
+    def _shown(self, sample: Sample, images: tuple[ReadImage, ...]) -> Sample:
+        """Add the images to a sample. All placeholder tokens belong to images, except those that a policy sampled."""
+        assert self._images is not None
+        settings = self._images.settings
+        tokens = np.where(sample.sampled, -1, sample.tokens)
+        if (problem := self._images.problem(Encoded(tokens, sample.loss_mask), images)) is not None:
+            raise RowError(problem)
+        if not images:
+            return sample
+        shown = replace(sample, images=images_of(images, tokens, settings))
+        return shown if self._prepare is None else self._prepare(shown)
+
+    def _passage(
+        self, row: dict[str, Any], fields: Fields, folder: str | None
+    ) -> tuple[Passage, tuple[ReadImage, ...]]:
         if row.get(fields["loss_mask"]) is not None:
             raise RowError(f"{fields['loss_mask']!r} needs token ids, but the row has text; remove the column")
         assert self._rows is not None
         response = string(row, fields["response"])
         if self._chat is None:
-            prompt = self._rows.plain_prompt(row, fields)
-        else:
-            prompt = self._chat.prompt(self._rows.prompt(row, fields))
-        return Passage(pieces=(Piece(prompt, False), Piece(response, True)), begun=self._chat is not None)
+            pieces = (Piece(self._rows.plain_prompt(row, fields), False), Piece(response, True))
+            return Passage(pieces=pieces), ()
+        asked = self._rows.prompt(row, fields)
+        pieces = (Piece(self._chat.prompt(asked), False), Piece(response, True))
+        passage = Passage(pieces=pieces, begun=True, images=asked.images)
+        return (passage, ()) if self._images is None else self._images.expanded(passage, folder)
+
+
+def _inside(image: Image) -> range:
+    """Return the lengths to which a sample cannot be truncated, because they divide the image."""
+    return range(int(image.positions[0]) + 1, int(image.positions[-1]) + 1)
 
 
 def _first_trained(mask: NDArray[np.bool_]) -> int:
@@ -215,7 +263,7 @@ def _given_tokens(row: dict[str, Any], fields: Fields) -> _Tokens:
 
 def _sample(row: dict[str, Any], fields: Fields, found: _Tokens, source: str, line: int) -> _RolloutRead:
     fields.check_uniform(row)
-    tokens, response_start, mask = found
+    tokens, response_start, mask, _ = found
     if not len(tokens):
         raise RowError("the row has no tokens; expected one or more")
     prompt = np.ascontiguousarray(tokens[:response_start], dtype=np.int64)
@@ -396,7 +444,7 @@ class _CollectedRollouts:
                 f"{limit}, but {file}:{line} has {len(sample)} tokens",
                 "set data.overlong=truncate or data.overlong=drop, or raise data.max_length",
             )
-        if self._settings.overlong == "drop":
+        if self._settings.overlong == "drop" or any(limit in _inside(image) for image in sample.images):
             self.dropped.append(note)
         else:
             self.truncated.append(note)
