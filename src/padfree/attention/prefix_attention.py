@@ -54,8 +54,8 @@ The first value is the cost per query, and the second the cost per call. The uni
 MOST_LONG_PREFIXES = 8
 
 PAGES_PAY = 16_384
-"""Pages (blocks of keys that samples share) are used if they save at least this number of copies of keys. On an H200,
-these copies take 0.03 ms per layer (8 key heads of size 128).
+"""Pages (blocks of keys that samples share) are used if at least this number of keys then need not be copied. On an
+H200, copying this number of keys takes 0.03 ms per layer (8 key heads of size 128).
 """
 
 # Where each group of arrays begins in `PrefixKeys`. WHOLE: the four arrays cu_seqlens, index, copy_index and offsets

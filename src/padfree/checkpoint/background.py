@@ -21,7 +21,7 @@ LEAST_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankCopy:
-    """The copy of a checkpoint's tensors that one rank would make in host memory before a background write."""
+    """What a background write needs on one rank: a copy of the checkpoint's tensors in host memory."""
 
     host: str
     size: int  # bytes of the tensors that the rank would copy

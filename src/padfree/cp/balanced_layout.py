@@ -224,9 +224,7 @@ class _Search:
         return pairs + (b > a) * at_end + self.cost_to_come(a, b)
 
     def cost_to_come(self, first: Reals, end: Reals) -> Reals:
-        """Return the expected cost of later cuts through the positions [first, end) of a document, in (query, key)
-        pairs.
-        """
+        """Estimate the cost, in (query, key) pairs, of dividing the positions [first, end) of a document over ranks."""
         # Positions with too much work for a rank will be cut. Each cut makes one more rank read all earlier keys.
         ends = end + first
         # The integral of (position)^2 / mean_work over the part, minus the part's mean position.

@@ -107,9 +107,9 @@ class Selection:
         assert sum(length for *_, length in self.copies) == sum(self.sizes), "some tokens are not selected"
 
     def _others_first(self) -> list[tuple[int, int]]:
-        """Return ranges (index in the selection, length) that contain one occurrence of each token.
+        """Return ranges (first index in the selection, length) of the selected tokens, each token once.
 
-        The tokens of the first part (input tensor) come last.
+        Tokens of the first input tensor come after the tokens of all others.
         """
         own: list[tuple[int, int]] = []
         others: list[tuple[int, int]] = []

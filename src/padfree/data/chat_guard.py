@@ -168,7 +168,10 @@ def _check_booleans(conversation: Conversation, shown: Shown) -> None:
 
 
 def _negations(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, copy of `value` in which this boolean is negated) for each boolean outside of `arguments`."""
+    """For each boolean in `value`, yield its path and a copy of `value` with this boolean negated.
+
+    Arguments of tool calls are skipped.
+    """
     if isinstance(value, bool):
         yield path, not value
     elif isinstance(value, dict):

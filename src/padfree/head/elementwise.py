@@ -37,9 +37,9 @@ FLOAT16_FLOOR = -65504.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BlockedHead(LmHead):
-    """An `LmHead` whose vocabulary is divided into blocks of columns."""
+    """An `LmHead` that computes logits for one block of the vocabulary after the other."""
 
-    block: int  # columns per block, a power of two
+    block: int  # tokens of the vocabulary per block, a power of two
 
     @property
     def num_blocks(self) -> int:

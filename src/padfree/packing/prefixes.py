@@ -96,10 +96,10 @@ class PrefixTree:
         return np.where(self.last >= 0, np.append(root, -1)[self.last], -1)
 
     def restricted(self, samples: NDArray[Any]) -> PrefixTree:
-        """Return the prefix tree of the samples with the indices `samples`, in this order.
+        """Return a prefix tree of only the samples with the indices `samples`, in this order.
 
-        These samples share the same tokens as before. A node at which they neither end nor diverge is merged with its
-        child.
+        The samples share the same tokens as in this tree. A node at which none of them ends and no two diverge is
+        merged with its child.
         """
         through: dict[int, int] = {}  # node -> a sample whose path contains it
         last = self.last[np.asarray(samples, dtype=np.int64)].tolist()

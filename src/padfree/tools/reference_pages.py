@@ -156,7 +156,9 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Write the reference pages of the documentation.")
     parser.add_argument("folder", type=Path, help="folder to write to, such as docs/reference")
-    parser.add_argument("--architectures", action="store_true", help="also try every architecture, in some minutes")
+    parser.add_argument(
+        "--architectures", action="store_true", help="also try every architecture, which takes several minutes"
+    )
     arguments = parser.parse_args(words)
     pages = quick_pages()
     if arguments.architectures:

@@ -65,14 +65,11 @@ OnMeasurement = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """The seconds of a micro-batch: as measured, and as the fitted cost model predicts.
-
-    If only models with fewer layers were measured, `seconds` is extrapolated to all layers.
-    """
+    """The time of a micro-batch of samples with these lengths."""
 
     lengths: tuple[int, ...]
-    seconds: float
-    predicted: float
+    seconds: float  # as measured, or extrapolated from measurements of models with fewer layers
+    predicted: float  # in seconds, by the fitted cost model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
