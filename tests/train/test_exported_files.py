@@ -81,6 +81,47 @@ def test_a_run_exports_a_generation_config_that_transformers_does_not_save(model
     assert GenerationConfig.from_pretrained("run/model").temperature == 0.6
 
 
+ENDED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("before", "template", "added"),
+    [
+        (5, ENDED, ["eos", "<|im_end|>"]),
+        ([5, 1], ENDED, ["eos", "<|im_end|>"]),
+        ("eos", ENDED, ["<|im_end|>"]),
+        (["eos", "<|im_end|>"], ENDED, []),
+        ("eos", None, []),
+        (None, None, ["eos"]),
+        ("eos", TEMPLATE, []),  # ends turns with no special token
+    ],
+)
+def test_an_exported_model_stops_where_it_has_learned_to_stop(
+    before: Any, template: str | None, added: list[str], tmp_path: Path
+) -> None:
+    """Base models name another end than the chat template with which they are trained."""
+    model = save_with_tokenizer(tmp_path / "model", vocab_size=64)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+
+    def numbers(names: Any) -> list[int]:
+        listed = names if isinstance(names, list) else [] if names is None else [names]
+        ids = {"eos": tokenizer.eos_token_id, "<|im_end|>": tokenizer.convert_tokens_to_ids("<|im_end|>")}
+        return [ids.get(name, name) for name in listed]
+
+    known = numbers(before)
+    written = known[0] if len(known) == 1 else known or None
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
+    train(config_of(model, data={"path": ["rows.jsonl"], "epochs": None, "prompt_format": "auto"}))
+    after = GenerationConfig.from_pretrained("run/model").eos_token_id
+    assert after == ([*known, *numbers(added)] if added else written)
+
+
 def test_a_multimodal_model_keeps_its_generation_config(tmp_path: Path) -> None:
     save(tmp_path / "whole", "Gemma3")
     (tmp_path / "whole" / "generation_config.json").write_text('{"temperature": 0.6}')

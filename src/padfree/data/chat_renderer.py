@@ -125,17 +125,20 @@ class ChatRenderer:
         return False
 
     @cached_property
-    def ends_turns(self) -> bool:
-        """Whether the trained text of an assistant turn ends with a special token, at which the model learns to stop.
+    def turn_end(self) -> str | None:
+        """The special token that ends the trained text of an assistant turn, at which the model learns to stop.
 
-        True if the template raises an error for the conversation that is tried.
+        "" if it ends with no special token. None if the template raises an error for the conversation that is tried.
         """
         said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
         try:
             (sample,) = self.samples(Conversation(messages=said), loss_on="assistant", turns="auto")
         except RowError:
-            return True
-        return sample.text[: sample.spans[-1][1]].rstrip().endswith(self._closing) if sample.spans else True
+            return None
+        if not sample.spans:
+            return None
+        text = sample.text[: sample.spans[-1][1]].rstrip()
+        return max((token for token in self._closing if text.endswith(token)), key=len, default="")
 
     def render(
         self, messages: Sequence[Message], tools: list[Any] | None = None, *, generation_prompt: bool = False

@@ -67,7 +67,7 @@ class RowTokenizer:
     @property
     def ends_turns(self) -> bool:
         """Whether the trained text of a turn ends with a special token. Without a chat template: True."""
-        return self._chat is None or self._chat.ends_turns
+        return self._chat is None or self._chat.turn_end != ""
 
     def __call__(self, chunk: Chunk, fields: Fields | None) -> TokenizedChunk:
         """Tokenise a chunk of rows. If `fields` is None, no row of the file can be parsed, and all rows are skipped."""

@@ -136,6 +136,7 @@ def save_whole(
         first = next((other for other in tensors if _same(language, name, other)), None)
         if first is not None:
             state[names[name]] = tensors[first]
+    whole.generation_config = language.generation_config
     save_model(whole, folder, state, max_shard_size)
     _copy_processor(wrapper.folder, folder)
 

@@ -22,6 +22,8 @@ from padfree.config import Config
 from padfree.config.checkpointing import uses_host
 from padfree.config.functions import model_of
 from padfree.config.hub import GIVEN_TEXT
+from padfree.data import RolloutDataSettings
+from padfree.data.chat_renderer import chat_renderer
 from padfree.distributed import Mesh
 from padfree.errors import UserError
 from padfree.estimate.cost_file import read_cost
@@ -225,9 +227,30 @@ def export(
 
     `dtype`: the dtype of the written weights.
     """
+    if tokenizer is not None and config.loss.command != "rl":
+        _add_trained_stops(config, model, tokenizer)
     if _exports_adapters(config):
         return export_adapters(model, folder, tokenizer, base=unique_name(config.model.path))
     return export_model(model, folder, tokenizer, dtype=dtype)
+
+
+def _add_trained_stops(config: Config, model: PreTrainedModel, tokenizer: Any) -> None:
+    """Add the tokens at which the model has learned to stop to its generation config.
+
+    For example, the responses of a base model whose config names <|endoftext|> would otherwise not stop at <|im_end|>,
+    with which the chat template ends turns.
+    """
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return
+    chat = chat_renderer(tokenizer, RolloutDataSettings(prompt_format=config.data.prompt_format))
+    end = None if chat is None else chat.turn_end
+    trained = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end) if end else None]
+    named = generation.eos_token_id
+    stops = [] if named is None else [named] if isinstance(named, int) else list(named)
+    missing = [stop for stop in dict.fromkeys(trained) if stop is not None and stop not in stops]
+    if missing:
+        generation.eos_token_id = [*stops, *missing]
 
 
 def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> Path:
