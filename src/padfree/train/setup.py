@@ -250,7 +250,7 @@ def _add_trained_stops(config: Config, model: PreTrainedModel, tokenizer: Any) -
     stops = [] if named is None else [named] if isinstance(named, int) else list(named)
     missing = [stop for stop in dict.fromkeys(trained) if stop is not None and stop not in stops]
     if missing:
-        generation.eos_token_id = [*stops, *missing]
+        generation.update(eos_token_id=[*stops, *missing])
 
 
 def export_critic(critic: Critic, folder: Path, tokenizer: Any = None, *, dtype: torch.dtype | None = None) -> Path:
