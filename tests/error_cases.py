@@ -254,6 +254,18 @@ CASES["config"] = [
         changed("rollout.reward=model:judge", "rollout.reward_processes=2", recipe="rl-local"),
         "rollout.reward_processes=0",
     ),
+    *(
+        (
+            "rollout.reward_processes",
+            changed(*rewards, "rollout.reward_processes=2", recipe="rl-local"),
+            "rollout.reward_processes=0",
+        )
+        for rewards in (
+            ["rollout.reward=__main__:length"],
+            ["rollout.reward=__mp_main__:length"],
+            ["rollout.reward=exact_match", "eval.path=rows.jsonl", "eval.reward=__main__:length"],
+        )
+    ),
     ("rollout.min_new_tokens", changed("rollout.min_new_tokens=-1", recipe="rl-local"), "rollout.min_new_tokens=1"),
     ("rollout.top_p", changed("rollout.top_p=0", recipe="rl-local"), "rollout.top_p=0.9"),
     ("rollout.top_k", changed("rollout.top_k=0", recipe="rl-local"), "rollout.top_k=20"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from padfree.config.functions import model_of
+from padfree.config.functions import in_main_script, model_of
 from padfree.config.loss import TASKS, LossConfig
 from padfree.config.model_sections import (
     CriticConfig,
@@ -186,6 +186,9 @@ class Config:
         fix = "leave it out: rollout.reward is a reward model, which runs on the devices of the run, not in processes"
         processes = self.rollout.reward_processes
         need(not judged or not processes, "rollout.reward_processes", processes, fix)
+        in_script = next((each for each in (reward, self.eval.reward) if in_main_script(each)), None)
+        fix = f"set 0, or move the function of {in_script!r} to a module: other processes cannot import the main script"
+        need(in_script is None or not processes, "rollout.reward_processes", processes, fix)
         need(model_of(reward) != "", "rollout.reward", reward, "add the missing folder, as in model:folder")
         fix = "leave it out: rollout.reward also scores held-out responses, and eval.reward cannot be a reward model"
         need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, fix)

@@ -42,6 +42,15 @@ def model_of(reward: str | None) -> str | None:
     return reward.removeprefix(MODEL) if reward is not None and reward.startswith(MODEL) else None
 
 
+def in_main_script(path: str | None) -> bool:
+    """Return whether the import path `path` names a function of the main script, e.g. `__main__:f`.
+
+    Other processes cannot import the main script without running it.
+    """
+    # A process that multiprocessing has started imports the main script of its parent as `__mp_main__`.
+    return path is not None and path.partition(":")[0] in ("__main__", "__mp_main__")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserFunction:
     """A setting that takes the import path of a user's function, and what padfree expects of the function."""
