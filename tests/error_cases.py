@@ -1725,6 +1725,11 @@ CASES["library"] = [
     ("samples", lambda folder: pack(7), lambda folder: pack([sample(7)])),
     ("batches", lambda folder: unpack(7, [FOUR]), unpacked),
     (
+        "batches",
+        lambda folder: unpack([batch(), batch()], [torch.zeros(5)] * 2),
+        lambda folder: [each.unpack(torch.zeros(5)) for each in (batch(), batch())],
+    ),
+    (
         "values",
         lambda folder: batch().unpack([1, 2, 3, 4, 5]),
         lambda folder: batch().unpack(torch.as_tensor([1, 2, 3, 4, 5])),
