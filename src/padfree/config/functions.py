@@ -183,7 +183,7 @@ def returns_coroutine(function: Any) -> bool | None:
 
 
 def _called_functions(function: Any) -> list[Any]:
-    """Return `function` and the functions that a call of it calls, e.g. that of a partial, or an object's `__call__`."""
+    """Return `function` and the functions that a call of it calls, e.g. that of a partial."""
     found = [function]
     while True:
         last = found[-1]
