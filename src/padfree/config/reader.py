@@ -32,19 +32,21 @@ LARGEST_COUNT = (1 << 53) - 1
 """Maximum value of an int setting. Up to here, a float64 represents every integer exactly."""
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, kind: type[Config] = Config
+) -> Config:
     """Read a TOML file, apply `section.name=value` overrides, and return the checked settings.
 
-    If `path` is None, there are only overrides and defaults.
+    If `path` is None, there are only overrides and defaults. `kind`: `EvaluationConfig` if nothing will be trained.
     """
     values: dict[str, Any] = {} if path is None else read_recipe(path)
-    kind = _loss_of(values).get("kind")
+    loss_kind = _loss_of(values).get("kind")
     for override in overrides:
         _override(values, override)
     if path is not None:
         said = {override.partition("=")[0].strip() for override in overrides}
-        _check_bounds_are_meant(values, kind, said, path)
-    return config_from_dict(values)
+        _check_bounds_are_meant(values, loss_kind, said, path)
+    return config_from_dict(values, kind=kind)
 
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
@@ -117,10 +119,10 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """Build a `Config` from nested plain values, and check every value."""
+def config_from_dict(values: Mapping[str, Any], *, kind: type[Config] = Config) -> Config:
+    """Build a `Config` from nested plain values, and check every value. `kind`: as for `load_config`."""
     given: set[str] = set()
-    config = _build(Config, values, "", given)
+    config = _build(kind, values, "", given)
     assert isinstance(config, Config)
     return replace(config, given=frozenset(given))
 
