@@ -254,6 +254,18 @@ CASES["config"] = [
         changed("rollout.reward=model:judge", "rollout.reward_processes=2", recipe="rl-local"),
         "rollout.reward_processes=0",
     ),
+    *(
+        (
+            "rollout.reward_processes",
+            changed(*rewards, "rollout.reward_processes=2", recipe="rl-local"),
+            "rollout.reward_processes=0",
+        )
+        for rewards in (
+            ["rollout.reward=__main__:length"],
+            ["rollout.reward=__mp_main__:length"],
+            ["rollout.reward=exact_match", "eval.path=rows.jsonl", "eval.reward=__main__:length"],
+        )
+    ),
     ("rollout.min_new_tokens", changed("rollout.min_new_tokens=-1", recipe="rl-local"), "rollout.min_new_tokens=1"),
     ("rollout.top_p", changed("rollout.top_p=0", recipe="rl-local"), "rollout.top_p=0.9"),
     ("rollout.top_k", changed("rollout.top_k=0", recipe="rl-local"), "rollout.top_k=20"),
@@ -1712,6 +1724,11 @@ CASES["library"] = [
     ("samples", lambda folder: pack([[1, 2, 3]]), lambda folder: pack([padfree.Sample(tokens=[1, 2, 3])])),
     ("samples", lambda folder: pack(7), lambda folder: pack([sample(7)])),
     ("batches", lambda folder: unpack(7, [FOUR]), unpacked),
+    (
+        "batches",
+        lambda folder: unpack([batch(), batch()], [torch.zeros(5)] * 2),
+        lambda folder: [each.unpack(torch.zeros(5)) for each in (batch(), batch())],
+    ),
     (
         "values",
         lambda folder: batch().unpack([1, 2, 3, 4, 5]),

@@ -230,6 +230,32 @@ def test_held_out_samples(model: Path, sums: Path) -> None:
     assert set(found) == {"eval/loss", "eval/accuracy", "eval/perplexity"}
 
 
+@pytest.mark.parametrize(
+    ("sampled", "settings"),
+    [
+        (False, {"data": {"epochs": None}}),
+        (False, {"schedule": {"kind": "cosine"}}),
+        (False, {"run": {"steps": 2, **CPU}, "schedule": {"warmup": 3}}),
+        (False, {"checkpoint": {"best": "eval/reward"}}),
+        (True, {"data": {"epochs": None}, "rollout": {"samples_per_prompt": 6}}),
+        (True, {"rollout": {"samples_per_prompt": 1}}),
+        (True, {"loss": {"advantage": "given"}}),
+        (True, {"loss": {"kl_coefficient": 0.1}}),
+    ],
+)
+def test_an_evaluation_needs_no_settings_of_training(
+    sampled: bool, settings: dict[str, Any], model: Path, sums: Path
+) -> None:
+    rollout = {"reward": digits, "max_new_tokens": 3}
+    if sampled:
+        settings = {**settings, "rollout": {**rollout, **settings.get("rollout", {})}}
+    held_out = {"data": {"path": sums, **settings.get("data", {})}, "eval": sums}
+    with pytest.raises(padfree.UserError):
+        (padfree.rl if sampled else padfree.sft)(model=model, **settings | held_out)
+    found = padfree.evaluate(model=model, eval=sums, **settings)
+    assert ("eval/reward" if sampled else "eval/loss") in found
+
+
 def test_an_interrupt_stops_a_run_that_can_go_on(model: Path, sums: Path, tmp_path: Path) -> None:
     """What a notebook's stop button does."""
 

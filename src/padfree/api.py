@@ -26,7 +26,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from padfree.config import Config, config_from_dict
+from padfree.config import Config, EvaluationConfig, config_from_dict
 from padfree.config.config import missing_held_out
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
@@ -142,7 +142,7 @@ def evaluate(
         raise missing_held_out()
     values.setdefault("data", {}).setdefault("path", held_out)  # required, but not read
     values.setdefault("loss", {}).setdefault("kind", TASKS["rl" if values.get("rollout") else "sft"].kind)
-    config = config_from_dict(_with_defaults(values, "eval"))
+    config = config_from_dict(_with_defaults(values, "eval"), config_type=EvaluationConfig)
     check_names(config.with_held_out_data())
     with paused_collector():
         from padfree.train.run import evaluate as measured

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from padfree.distributed import PeerLostError, distributed, init_distributed, make_mesh
 from padfree.distributed.mesh import fresh_store
-from tests.ranks import run_ranks
+from tests.ranks import rank_server, run_ranks
 from tests.refused import refused
 
 
@@ -106,3 +111,60 @@ def test_a_second_start_ignores_keys_of_the_first() -> None:
         assert [own.get("address") for own in found] == [str(start).encode()] * 3
     with pytest.raises(PeerLostError, match=r"^rank 0: ranks \[1, 2\] did not start within 0 s; read their logs$"):
         fresh_store(store, 0, 3, timeout=0.2)
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(PeerLostError, match=r"^rank 1: rank 0 did not start within 0 s; read its log$"):
+        fresh_store(store, 1, 3, timeout=0.2)
+
+
+def in_turn(folder: Path, delay: Callable[[int], tuple[float, float]]) -> None:
+    """Make process groups one after the other, with delays in seconds before each group and at its end."""
+    found = []
+    for group in range(4):
+        before, after = delay(group)
+        time.sleep(before)
+        with distributed(device="cpu", timeout=20.0):
+            total = torch.tensor([1 << (4 * dist.get_rank() + group)])
+            dist.all_reduce(total)
+            found.append(int(total))
+            time.sleep(after)
+    (folder / os.environ["RANK"]).write_text(str(found))
+
+
+def launched(rank: int, world: int, variables: dict[str, str], function: Callable[..., None], *arguments: Any) -> None:
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", **variables})
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def first_is_late(group: int) -> tuple[float, float]:
+    return (0.3, 0.3) if os.environ["RANK"] == "0" else (0.0, 0.0)
+
+
+def others_are_late(group: int) -> tuple[float, float]:
+    return (0.0, 0.0) if os.environ["RANK"] == "0" else (0.3, 0.3)
+
+
+@pytest.mark.parametrize("delay", [first_is_late, others_are_late])
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_process_groups_in_turn(launcher: str, delay: Callable[..., Any], tmp_path: Path) -> None:
+    """torchrun itself hosts the store of its workers. Otherwise, rank 0 hosts the store."""
+    world, variables = 3, {}
+    if launcher == "torchrun":
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port, variables["TORCHELASTIC_USE_AGENT_STORE"] = store.port, "True"
+    else:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+    variables["MASTER_PORT"] = str(port)
+    processes = [
+        rank_server().Process(target=launched, args=(rank, world, variables, in_turn, tmp_path, delay), daemon=True)
+        for rank in range(world)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0] * world
+    assert [(tmp_path / str(rank)).read_text() for rank in range(world)] == [str([0x111, 0x222, 0x444, 0x888])] * world

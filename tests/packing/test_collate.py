@@ -170,10 +170,14 @@ def test_bad_input_is_refused_in_one_line(samples: list[Sample], settings: dict[
     assert "\n" not in str(error.value)
 
 
-def test_unpack_takes_one_tensor_per_batch() -> None:
+def test_unpack_takes_one_tensor_per_batch_of_one_call() -> None:
     packs = pack(THREE, max_tokens=8)
     with refused("values"):
         unpack(packs, [torch.zeros(7)])
+    for batches in ([*packs, *packs], [*pack(THREE[:1]), *pack(THREE[1:])], [collate([one]) for one in THREE]):
+        with refused("batches", "several calls"):
+            unpack(batches, [batch.input_ids for batch in batches])
+    assert [len(piece) for piece in unpack(packs[::-1], [batch.input_ids for batch in packs[::-1]])] == [5, 3, 7]
     (batch,) = pack(THREE)
     assert [len(piece) for piece in unpack(batch, batch.input_ids)] == [5, 3, 7]
 

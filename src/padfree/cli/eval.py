@@ -19,7 +19,7 @@ from padfree.cli.json_report import json_target, write_json
 from padfree.cli.main import COMMANDS
 from padfree.cli.progress import Lines
 from padfree.cli.talk_options import DEVICES, DTYPES
-from padfree.config import load_config
+from padfree.config import EvaluationConfig, load_config
 from padfree.config.hub import check_names
 from padfree.config.inputs import path_word
 from padfree.config.processes import processes_of
@@ -91,7 +91,7 @@ def run(settings: argparse.Namespace) -> None:
     for option, given in _TASK_OPTIONS.items():
         if getattr(settings, option) != given:
             raise UserError(f"--{option.replace('_', '-')}", "needs --tasks", "remove this option, or add --tasks")
-    config = load_config(settings.recipe, settings.overrides)
+    config = load_config(settings.recipe, settings.overrides, config_type=EvaluationConfig)
     held_out = config.with_held_out_data()
     first = processes_of().is_first
     target = json_target(settings.json, writes=first)

@@ -11,7 +11,7 @@ and the fix.
 This package does not import torch, so a recipe can be checked without it.
 """
 
-from padfree.config.config import Config
+from padfree.config.config import Config, EvaluationConfig
 from padfree.config.loss import LossConfig
 from padfree.config.model_sections import CriticConfig, LoraConfig, ModelConfig, ReferenceConfig
 from padfree.config.reader import config_from_dict, load_config
@@ -35,6 +35,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "EvalConfig",
+    "EvaluationConfig",
     "LaunchConfig",
     "LoraConfig",
     "LossConfig",

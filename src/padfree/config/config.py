@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from padfree.config.functions import model_of
+from padfree.config.functions import in_main_script, model_of
 from padfree.config.loss import TASKS, LossConfig
 from padfree.config.model_sections import (
     CriticConfig,
@@ -58,23 +58,14 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    trains: ClassVar[bool] = True  # whether the settings are those of a training run
     # Names of the settings that the recipe or an override sets to a value other than none
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False, metadata=NOT_A_SETTING)
 
     def __post_init__(self) -> None:
         check_needs(self)
-        endless = self.data.epochs is None and self.run.steps is None
-        need(not endless, "run.steps", None, "set run.steps=1000 or data.epochs=1, otherwise the run never ends")
-        falls = self.schedule.kind != "constant"
-        fix = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs the number of steps"
-        need(self.run.steps is not None or not falls, "run.steps", None, fix)
-        if self.run.steps is not None:
-            need(
-                self.schedule.warmup <= self.run.steps,
-                "schedule.warmup",
-                self.schedule.warmup,
-                f"give at most {self.run.steps}, which is run.steps",
-            )
+        if self.trains:
+            self._check_steps()
         self.loss.settings().check_run(self)
         self._check_reference()
         if self.loss.task.has_teacher or self.loss.advantage == "teacher":
@@ -87,10 +78,24 @@ class Config:
             need(self.loss.router_bias == 0, "loss.router_bias", self.loss.router_bias, fix)
         if self.rollout.source is not None:
             self._check_rollouts(self.rollout.source)
+        self._check_eval()
+
+    def _check_steps(self) -> None:
+        """Check the settings that depend on the number of steps."""
+        endless = self.data.epochs is None and self.run.steps is None
+        need(not endless, "run.steps", None, "set run.steps=1000 or data.epochs=1, otherwise the run never ends")
+        falls = self.schedule.kind != "constant"
+        fix = f"set run.steps=1000: schedule.kind {self.schedule.kind!r} needs the number of steps"
+        need(self.run.steps is not None or not falls, "run.steps", None, fix)
         if self.run.steps is not None:
+            need(
+                self.schedule.warmup <= self.run.steps,
+                "schedule.warmup",
+                self.schedule.warmup,
+                f"give at most {self.run.steps}, which is run.steps",
+            )
             fix = f"give less than {self.run.steps}, which is run.steps, otherwise the policy is never trained"
             need(self.critic.warmup < self.run.steps, "critic.warmup", self.critic.warmup, fix)
-        self._check_eval()
 
     def _check_reference(self) -> None:
         """Check the settings of the reference model.
@@ -126,9 +131,9 @@ class Config:
                 "set rollout.staleness=0, or set eval.path=[] and use padfree eval: with staleness, the sampler is "
                 "busy with responses for later batches"
             )
-            need(stale == 0, "rollout.staleness", stale, fix)
+            need(stale == 0 or not self.trains, "rollout.staleness", stale, fix)
         best = self.checkpoint.best
-        if best is None:
+        if best is None or not self.trains:
             return
         known = [f"eval/{name}" for name in (TASKS["rl"] if sampled else task).eval_metrics]
         if sampled and self.eval.samples_per_prompt == 1:
@@ -149,6 +154,28 @@ class Config:
         command, sampled = self.loss.command, self.loss.task.samples_responses
         value = getattr(self.rollout, setting.removeprefix("rollout."))
         need(sampled, setting, value, f"leave it out: padfree {command} does not sample responses")
+        if self.trains:
+            self._check_groups()
+        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait no longer than this"
+        limit = self.rollout.episode_timeout
+        apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
+        need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, fix)
+        limit = self.rollout.timeout
+        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, fix)
+        reward = self.rollout.reward
+        judged = model_of(reward) is not None
+        fix = "leave it out: rollout.reward is a reward model, which runs on the devices of the run, not in processes"
+        processes = self.rollout.reward_processes
+        need(not judged or not processes, "rollout.reward_processes", processes, fix)
+        in_script = next((each for each in (reward, self.eval.reward) if in_main_script(each)), None)
+        fix = f"set 0, or move the function of {in_script!r} to a module: other processes cannot import the main script"
+        need(in_script is None or not processes, "rollout.reward_processes", processes, fix)
+        need(model_of(reward) != "", "rollout.reward", reward, "add the missing folder, as in model:folder")
+        fix = "leave it out: rollout.reward also scores held-out responses, and eval.reward cannot be a reward model"
+        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, fix)
+
+    def _check_groups(self) -> None:
+        """Check that the loss can be computed from the groups of sampled responses."""
         group, samples = self.rollout.samples_per_prompt, self.batch.samples
         need(
             samples is not None,
@@ -175,20 +202,6 @@ class Config:
         compared = group > 1 or advantage not in GROUPED or self.loss.task.in_rows
         fix = f"set rollout.samples_per_prompt=8 or loss.advantage=reinforce++: {advantage!r} compares responses"
         need(compared, "rollout.samples_per_prompt", group, fix)
-        fix = f"give at most {self.run.timeout:g}, which is run.timeout: other processes wait no longer than this"
-        limit = self.rollout.episode_timeout
-        apart = self.rollout.has_episodes or self.rollout.on_failure == "skip" or self.rollout.reward_processes > 0
-        need(not apart or limit <= self.run.timeout, "rollout.episode_timeout", limit, fix)
-        limit = self.rollout.timeout
-        need(not self.rollout.has_servers or limit <= self.run.timeout, "rollout.timeout", limit, fix)
-        reward = self.rollout.reward
-        judged = model_of(reward) is not None
-        fix = "leave it out: rollout.reward is a reward model, which runs on the devices of the run, not in processes"
-        processes = self.rollout.reward_processes
-        need(not judged or not processes, "rollout.reward_processes", processes, fix)
-        need(model_of(reward) != "", "rollout.reward", reward, "add the missing folder, as in model:folder")
-        fix = "leave it out: rollout.reward also scores held-out responses, and eval.reward cannot be a reward model"
-        need(model_of(self.eval.reward) is None, "eval.reward", self.eval.reward, fix)
         known = self.loss.kl_coefficient == 0 or self.reference.path is not None
         fix = "set reference.path to a model, for example to that of model.path, or set loss.kl_coefficient=0"
         need(known, "reference.path", None, fix)
@@ -199,7 +212,7 @@ class Config:
             raise missing_held_out()
         data = replace(self.data, path=self.eval.path, sources=(), split=self.eval.split)
         reward = self.eval.reward or self.rollout.reward
-        return replace(self, data=data, rollout=replace(self.rollout, reward=reward))
+        return replace(self, data=data, rollout=replace(self.rollout, reward=reward, staleness=0))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as nested dictionaries of JSON values, one per section."""
@@ -210,3 +223,10 @@ class Config:
 
 def missing_held_out() -> UserError:
     return UserError("eval.path", "missing", "give held-out data, as in eval.path=test.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig(Config):
+    """All settings of an evaluation without training. Settings that only training uses are not checked together."""
+
+    trains: ClassVar[bool] = False

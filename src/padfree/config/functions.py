@@ -10,6 +10,7 @@ runs shell commands, such as `os:system`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -40,6 +41,15 @@ def model_of(reward: str | None) -> str | None:
     Return None if `reward` names a reward function.
     """
     return reward.removeprefix(MODEL) if reward is not None and reward.startswith(MODEL) else None
+
+
+def in_main_script(path: str | None) -> bool:
+    """Return whether the import path `path` names a function of the main script, e.g. `__main__:f`.
+
+    Other processes cannot import the main script without running it.
+    """
+    # A process that multiprocessing has started imports the main script of its parent as `__mp_main__`.
+    return path is not None and path.partition(":")[0] in ("__main__", "__mp_main__")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,25 +128,73 @@ class UserFunction:
                 f"write a function with the arguments {wanted}, and give its path",
                 value=path,
             )
-        if self.asynchronous and not inspect.iscoroutinefunction(function):
+        called, is_async = _called_functions(function), returns_coroutine(function)
+        generates = any(inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each) for each in called)
+        if generates and self.asynchronous:
+            raise UserError(self.setting, "is a generator", f"return {self.result}, without `yield`", value=path)
+        if is_async is False and self.asynchronous:
             raise UserError(
                 self.setting, "is not async", f"define it with `async def`, and return {self.result}", value=path
             )
-        generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
-        if generates or (inspect.iscoroutinefunction(function) and not self.asynchronous):
+        if (generates or is_async) and not self.asynchronous:
             raise UserError(
                 self.setting,
                 "is async or a generator",
                 f"use a plain function that returns {self.result}",
                 value=path,
             )
+        self._check_arguments(path, function)
+
+    def _check_arguments(self, path: str, function: Callable[..., Any]) -> None:
+        """Raise a `UserError` unless `function` accepts the arguments that padfree passes."""
         try:
-            inspect.signature(function).bind(*self.arguments)
+            signature = inspect.signature(function)
+        except ValueError:  # a function that is written in C may have no signature
+            return
+        wanted = f"({', '.join(self.arguments)})"
+        try:
+            signature.bind(*self.arguments)
         except TypeError as error:
             these = "this argument" if len(self.arguments) == 1 else f"these {len(self.arguments)} arguments"
             raise UserError(
                 self.setting, f"cannot be called with {wanted}: {error}", f"let the function accept {these}", value=path
             ) from None
+
+
+def returns_coroutine(function: Any) -> bool | None:
+    """Return whether a call of `function` returns a coroutine.
+
+    None stands for unknown: a decorator has replaced a coroutine function by a plain function, which may return the
+    coroutine or its result.
+    """
+    called = _called_functions(function)
+    if any(map(inspect.iscoroutinefunction, called)):
+        return True
+    seen: set[int] = set()
+    while called:
+        wrapped = getattr(called.pop(), "__wrapped__", None)
+        if wrapped is not None and id(wrapped) not in seen:
+            seen.add(id(wrapped))
+            inner = _called_functions(wrapped)
+            if any(map(inspect.iscoroutinefunction, inner)):
+                return None
+            called += inner
+    return False
+
+
+def _called_functions(function: Any) -> list[Any]:
+    """Return `function` and the functions that a call of it calls, e.g. that of a partial."""
+    found = [function]
+    while True:
+        last = found[-1]
+        if isinstance(last, functools.partial):
+            found.append(last.func)
+        elif inspect.ismethod(last):
+            found.append(last.__func__)
+        elif inspect.isroutine(last) or inspect.isclass(last):
+            return found
+        else:
+            found.append(type(last).__call__)
 
 
 @contextmanager

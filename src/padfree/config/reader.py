@@ -32,10 +32,17 @@ LARGEST_COUNT = (1 << 53) - 1
 """Maximum value of an int setting. Up to here, a float64 represents every integer exactly."""
 
 
-def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), *, kind: str | None = None) -> Config:
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    kind: str | None = None,
+    config_type: type[Config] = Config,
+) -> Config:
     """Read a TOML file, apply `section.name=value` overrides, and return the checked settings.
 
-    If `path` is None, there are only overrides and defaults. `kind`: the default of `loss.kind`.
+    If `path` is None, there are only overrides and defaults. `kind`: the default of `loss.kind`. `config_type`:
+    `EvaluationConfig` if nothing will be trained.
     """
     values: dict[str, Any] = {} if path is None else read_recipe(path)
     kind_in_file = _loss_of(values).get("kind")
@@ -46,7 +53,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = (), *
         _check_bounds_are_meant(values, kind_in_file, said, path)
     if kind is not None and isinstance(loss := values.setdefault("loss", {}), dict):
         loss.setdefault("kind", kind)
-    return config_from_dict(values)
+    return config_from_dict(values, config_type=config_type)
 
 
 def read_recipe(path: str | PathLike[str]) -> dict[str, Any]:
@@ -119,10 +126,10 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def config_from_dict(values: Mapping[str, Any]) -> Config:
-    """Build a `Config` from nested plain values, and check every value."""
+def config_from_dict(values: Mapping[str, Any], *, config_type: type[Config] = Config) -> Config:
+    """Build a `Config` from nested plain values, and check every value. `config_type`: as for `load_config`."""
     given: set[str] = set()
-    config = _build(Config, values, "", given)
+    config = _build(config_type, values, "", given)
     assert isinstance(config, Config)
     return replace(config, given=frozenset(given))
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from padfree.data.encode import Encoded, Passage, Piece
+from padfree.data.encode import Passage, Piece
 from padfree.data.image_files import ImageFileError, content_hash, decode, file_status, path_of, read_file
 from padfree.data.image_processor import Expansion, ImageSettings
 from padfree.data.image_references import ImageReference
@@ -61,9 +63,9 @@ class ImageReader:
             raise RowError(f"the sample shows {len(references)} images; give one, because {self.settings.one_image}")
         return tuple(self._read(reference, folder, f"image {number}") for number, reference in enumerate(references, 1))
 
-    def problem(self, encoded: Encoded, images: Sequence[ReadImage]) -> str | None:
-        """Return why the number of placeholder tokens of a sample does not match its images, or None if it does."""
-        found = int(np.count_nonzero(encoded.tokens == self.settings.placeholder))
+    def problem(self, tokens: NDArray[np.integer[Any]], images: Sequence[ReadImage]) -> str | None:
+        """Return why the number of placeholders among `tokens` [n] does not match its images, or None if it does."""
+        found = int(np.count_nonzero(tokens == self.settings.placeholder))
         expected = sum(image.expansion.num_tokens for image in images)
         if found == expected:
             return None

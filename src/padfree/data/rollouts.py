@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from padfree.choices import ROLLOUT_ARRAYS
 from padfree.data.chat_renderer import ChatRenderer, chat_renderer
 from padfree.data.data_settings import RolloutDataSettings
-from padfree.data.encode import Encoded, Encoder, Passage, Piece
+from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.fields import Fields, check_mapping
 from padfree.data.formats import ROLLOUT_SCHEMA, ROLLOUTS_SHOW_IMAGES, described, reading_images, reading_notes
 from padfree.data.image_reader import ImageReader
@@ -205,7 +205,7 @@ class _RolloutReader:
         assert self._images is not None
         settings = self._images.settings
         tokens = np.where(sample.sampled, -1, sample.tokens)
-        if (problem := self._images.problem(Encoded(tokens, sample.loss_mask), images)) is not None:
+        if (problem := self._images.problem(tokens, images)) is not None:
             raise RowError(problem)
         if not images:
             return sample

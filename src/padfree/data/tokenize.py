@@ -143,7 +143,7 @@ class RowTokenizer:
         """Return why a row cannot be used, e.g. because no token is trained; None if the row can be used."""
         if isinstance(encoded, RowError):
             return str(encoded)
-        if self._images is not None and (problem := self._images.problem(encoded, images)) is not None:
+        if self._images is not None and (problem := self._images.problem(encoded.tokens, images)) is not None:
             return problem
         if not encoded.loss_mask[1:].any():
             return (

@@ -15,7 +15,6 @@ layer.
 from __future__ import annotations
 
 import math
-import os
 import socket
 import time
 import uuid
@@ -131,11 +130,12 @@ def init_distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) 
     limit = timedelta(seconds=timeout)
     if processes.address is not None:
         with _rendezvous_errors(processes, timeout):
-            store, rank, world = next(rendezvous("env://", timeout=limit))
-            if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
-                store.set_timeout(limit)
-                store = fresh_store(store, rank, world, timeout)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+            store = _rendezvous_store(processes.address, processes.rank, processes.world, limit)
+            store.set_timeout(limit)
+            store = fresh_store(store, processes.rank, processes.world, timeout)
+            dist.init_process_group(
+                backend, store=store, rank=processes.rank, world_size=processes.world, timeout=limit
+            )
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=limit)
@@ -182,17 +182,36 @@ def _rendezvous_errors(processes: Processes, timeout: float) -> Iterator[None]:
         ) from None
 
 
-def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
-    """Return a view of the rendezvous store without the keys of an earlier start. Every rank must call it.
+_STORES: dict[tuple[str, int, int], Store] = {}
+"""The connections of this process to rendezvous stores, by address, rank and number of processes."""
 
-    torchrun keeps its store when it restarts the processes (PyTorch issue 135712). The store may therefore contain
-    addresses of processes that are gone.
+
+def _rendezvous_store(address: str, rank: int, world: int, timeout: timedelta) -> Store:
+    """Return this process's connection to the rendezvous store at `address`.
+
+    The connection outlives the process groups. Rank 0 may host the store, and another rank may already wait there for
+    the next process group when rank 0 destroys the current one.
+    """
+    key = (address, rank, world)
+    if key not in _STORES:
+        _STORES[key], _, _ = next(rendezvous("env://", timeout=timeout))
+    return _STORES[key]
+
+
+def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TIMEOUT) -> Store:
+    """Return a view of the rendezvous store without the keys of earlier process groups. Every rank must call it.
+
+    The store outlives a process group, and torchrun keeps it when it restarts the processes (PyTorch issue 135712). It
+    may therefore contain addresses at which no process listens.
     """
     # All ranks use the nonce of rank 0 as key prefix. Rank 0 sends it in reply to the nonce of each other rank.
     nonce = uuid.uuid4().hex
     if rank > 0:
         store.set(f"padfree/nonce/{rank}", nonce)
-        name = store.get(f"padfree/answer/{nonce}").decode()
+        try:
+            name = store.get(f"padfree/answer/{nonce}").decode()
+        except dist.DistStoreError:
+            raise PeerLostError(f"rank {rank}: rank 0 did not start within {timeout:.0f} s; read its log") from None
         store.set(f"padfree/confirmed/{name}/{rank}", "")
         return PrefixStore(name, store)
     missing, deadline = set(range(1, world)), time.monotonic() + timeout
@@ -201,7 +220,7 @@ def fresh_store(store: Store, rank: int, world: int, timeout: float = DEFAULT_TI
             raise PeerLostError(
                 f"rank 0: ranks {sorted(missing)} did not start within {timeout:.0f} s; read their logs"
             )
-        for other in sorted(missing):  # reply until a rank confirms, because its nonce may be that of an earlier start
+        for other in sorted(missing):  # reply until a rank confirms, because its nonce may be that of an earlier group
             if store.check([f"padfree/confirmed/{nonce}/{other}"]):
                 missing.remove(other)
             elif store.check([f"padfree/nonce/{other}"]):

@@ -73,7 +73,7 @@ def pack(
 def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Split values [T, ...] of packed tokens into one view per sample, in the order before `pack`, without padding.
 
-    Pass one batch and one tensor, or the list from `pack` and one tensor per batch.
+    Pass one batch and one tensor, or the batches of one call of `pack` and one tensor per batch.
     """
     if isinstance(batches, PackedBatch):
         batches, values = [batches], [values]  # type: ignore[list-item]
@@ -90,12 +90,17 @@ def unpack(batches: PackedBatch | Iterable[PackedBatch], values: Tensor | Iterab
         raise UserError("batches", "holds other objects than PackedBatch", "give the list that padfree.pack returned")
     if len(batches) != len(values):
         raise UserError("values", f"has {len(values)} tensors for {len(batches)} batches", "give one tensor per batch")
-    found = [
-        (info.index, piece)
-        for batch, tensor in zip(batches, values, strict=True)
-        for info, piece in zip(batch.samples, batch.unpack(tensor), strict=True)
-    ]
-    return [piece for _, piece in sorted(found, key=lambda pair: pair[0])]
+    found: dict[int, Tensor] = {}
+    for batch, tensor in zip(batches, values, strict=True):
+        for info, piece in zip(batch.samples, batch.unpack(tensor), strict=True):
+            if info.index in found:
+                raise UserError(
+                    "batches",
+                    f"have two samples with the index {info.index}, so they are from several calls of pack or collate",
+                    "call batch.unpack(values) for each batch",
+                )
+            found[info.index] = piece
+    return [piece for _, piece in sorted(found.items())]
 
 
 def collate(

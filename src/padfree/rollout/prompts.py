@@ -194,7 +194,7 @@ class _Reader:
         if self._images is None:
             return (), None
         settings, tokens = self._images.settings, encoded.tokens
-        if (problem := self._images.problem(encoded, read)) is not None:
+        if (problem := self._images.problem(tokens, read)) is not None:
             raise RowError(problem)
         if tokens[-1] == settings.placeholder:
             raise RowError("the prompt ends with an image; set data.chat_template to a template with text behind it")

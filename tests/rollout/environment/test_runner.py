@@ -89,6 +89,60 @@ def test_a_sequence_that_a_branch_of_its_branch_continues_is_no_leaf() -> None:
     assert [text(leaf.tokens.tolist()) for leaf in played.leaves] == ["pa$tb$", "pa$tc$"]
 
 
+def shown_leaves(episode: Any, script: dict[str, str], task: Prompt) -> list[tuple[str, float | None]]:
+    (played,) = play(episode, script, task)
+    return [(text(leaf.tokens.tolist()), leaf.reward) for leaf in played.leaves]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (9, [("pab$xc$", 1.0), ("pab$yyd$", 2.0)]),
+        (6, [("pab$xc$", 1.0), ("pab$yyd", 2.0)]),
+        (5, [("pab$xc", 1.0), ("pab$yy", 2.0)]),  # there is room for the text of the second way, but not for a turn
+        (4, [("pab$x", 1.0), ("pab$", 2.0)]),
+        (3, [("pab$", 1.0), ("pab$", 2.0)]),  # the first turn is as long as allowed
+    ],
+)
+def test_no_reward_of_a_branch_is_lost(limit: int, expected: list[tuple[str, float]]) -> None:
+    async def two_ways(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        ways = [policy.branch(), policy.branch()]
+        for way, hint in zip(ways, ("x", "yy"), strict=True):
+            way.add(hint)
+        await asyncio.gather(*(way.generate() for way in ways))
+        for way, reward in zip(ways, (1.0, 2.0), strict=True):
+            way.reward = reward
+        return policy.trajectory()
+
+    assert shown_leaves(two_ways, SCRIPT, prompt("p", max_new_tokens=limit)) == expected
+
+
+def test_a_continued_branch_with_a_reward_is_a_leaf() -> None:
+    async def check(task: Prompt, policy: Policy) -> Trajectory:
+        await policy.generate()
+        policy.reward = 0.5
+        critic = policy.branch()
+        critic.add("x")
+        await critic.generate()
+        return policy.trajectory(reward=0.25)
+
+    assert shown_leaves(check, SCRIPT, prompt("p")) == [("pab$", 0.5), ("pab$xc$", 0.25)]
+
+
+def test_a_reward_needs_sampled_tokens() -> None:
+    async def never_asked(task: Prompt, policy: Policy) -> Trajectory:
+        other = policy.branch()
+        other.reward = 1.0
+        await policy.generate()
+        return policy.trajectory(reward=0.0)
+
+    with refused("rollout.environment", "set the reward of a branch without sampled tokens for 'rows.jsonl:p'"):
+        play(never_asked, SCRIPT, prompt("p"))
+    (played,) = play(never_asked, SCRIPT, prompt("p"), skip_failures=True)
+    assert "branch without sampled tokens" in (played.failure or "")
+
+
 def test_random_keys_depend_on_the_tree_and_not_on_speed() -> None:
     def episode(slow: str) -> Any:
         async def run(task: Prompt, policy: Policy) -> Trajectory:

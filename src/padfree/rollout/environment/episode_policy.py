@@ -242,7 +242,11 @@ class Policy:
 
     @property
     def reward(self) -> float | None:
-        """The reward of this token sequence. If it is None, the `reward` argument of `trajectory` applies."""
+        """The reward of this token sequence. If it is None, the `reward` argument of `trajectory` applies.
+
+        A branch with a reward becomes a sample, also if it has no sampled tokens of its own or another branch continues
+        it.
+        """
         return self._branch.reward
 
     @reward.setter

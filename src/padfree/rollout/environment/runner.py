@@ -414,8 +414,15 @@ def _checked(trajectory: Any, tree: Tree, name: str) -> Trajectory:
         raise UserError(
             "rollout.environment", f"{name} returned the answer {shown(answer)} for {uid!r}", "return a string"
         )
-    if not tree.leaves():
+    leaves = tree.leaves()
+    if not leaves:
         raise UserError(
             "rollout.environment", f"{name} sampled no tokens for {uid!r}", "await policy.generate() in the episode"
+        )
+    if not all(any(branch.sampled) for branch in leaves):
+        raise UserError(
+            "rollout.environment",
+            f"{name} set the reward of a branch without sampled tokens for {uid!r}",
+            "set a reward only if policy.loss_mask.any()",
         )
     return trajectory

@@ -157,8 +157,11 @@ class Tree:
         self.counts[name] = self.counts.get(name, 0.0) + number
 
     def leaves(self) -> list[Branch]:
-        """Return the branches with sampled tokens of their own that no other such branch continues."""
-        kept = [branch for branch in self.branches if branch.has_own]
+        """Return the branches that become samples: those with a reward, and those that end in sampled tokens.
+
+        A branch without a reward needs sampled tokens of its own, and must not be continued by another such branch.
+        """
+        kept = [branch for branch in self.branches if branch.has_own or branch.reward is not None]
         continued: set[int] = set()
         for branch in kept:
             fork, parent = branch.fork, branch.parent
@@ -166,7 +169,7 @@ class Tree:
                 if len(parent.ids) == fork:
                     continued.add(id(parent))
                 fork, parent = min(fork, parent.fork), parent.parent
-        return [branch for branch in kept if id(branch) not in continued]
+        return [branch for branch in kept if branch.reward is not None or id(branch) not in continued]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
