@@ -125,7 +125,7 @@ class ChatTokenizer:
             expanded, read = self._reader.expanded(passage, None)
             ids = self.encode(expanded.pieces[0].text)
             encoded = Encoded(tokens=np.array(ids, np.int32), loss_mask=np.zeros(len(ids), np.bool_))
-            if (problem := self._reader.problem(encoded, read)) is not None:
+            if (problem := self._reader.problem(encoded.tokens, read)) is not None:
                 raise RowError(f"the message {problem}")
         except RowError as error:
             raise UserError(
