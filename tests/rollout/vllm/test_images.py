@@ -21,7 +21,7 @@ from padfree.model.vision.families import FAMILIES
 from padfree.rollout.base import Response, SamplingRequest
 from padfree.rollout.engines.servers.server_api import SamplingSettings, ServerLostError
 from padfree.rollout.engines.vllm import VllmServer
-from padfree.rollout.engines.vllm_images import GENERATE, STORE, ImageClient, StoredImages, _unpacked
+from padfree.rollout.engines.vllm_images import GENERATE, STORE, ImageClient, ServerImages, _unpacked
 from padfree.rollout.truncation import WHOLE
 from padfree.train.preflight import preflight
 from padfree.train.run import train
@@ -39,7 +39,7 @@ class Seeing(FakeVllm):
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        self.images = StoredImages()
+        self.images = ServerImages()
         self.reads_images, self.normalizes = True, False
         self.keys: Counter[str] = Counter()
         self._request = threading.local()  # each request has its own thread
@@ -167,16 +167,16 @@ def test_a_server_that_has_restarted_gets_the_images_again() -> None:
     with serving(fake) as (url,):
         server = VllmServer(url, 20.0)
         respond(fake, server, (image("1", 1, loads=loads), image("2", 4, loads=loads)))
-        fake.images = StoredImages()
+        fake.images = ServerImages()
         respond(fake, server, (image("1", 1, loads=loads), image("2", 4, loads=loads)))
         assert loads == ["1", "2", "1", "2"]
-        fake.images = StoredImages(max_bytes=1)  # never holds both
+        fake.images = ServerImages(max_bytes=1)  # never holds both
         with pytest.raises(ServerLostError, match=rf"{GENERATE} returned no choices"):
             respond(fake, server, (image("1", 1, loads=loads), image("2", 4, loads=loads)))
 
 
 def test_stored_images_are_dropped_by_their_last_use() -> None:
-    stored = StoredImages(max_bytes=3 * 8)
+    stored = ServerImages(max_bytes=3 * 8)
     for digest in "abc":
         stored.add(digest, {"x": torch.zeros(2)})
     assert stored.get("a") is not None

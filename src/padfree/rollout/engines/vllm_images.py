@@ -32,7 +32,7 @@ ATTEMPTS = 3
 Inputs = Mapping[str, torch.Tensor]
 
 
-class StoredImages:
+class ServerImages:
     """The tower's inputs of images, by digest. Over `max_bytes`, the images that were not used for longest go."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -71,7 +71,7 @@ def add_image_routes() -> None:
 
     if any(getattr(route, "path", None) == GENERATE for route in api_router.router.routes):
         return
-    images = StoredImages()
+    images = ServerImages()
 
     async def options(request: Any) -> Any:
         settings = getattr(api_router.generate_tokens(request).model_config, "multimodal_config", None)

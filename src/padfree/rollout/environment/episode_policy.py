@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from padfree.data.chat_renderer import ChatRenderer
 from padfree.data.conversation import read_conversation
-from padfree.data.encode import Encoded, Encoder, Passage, Piece
+from padfree.data.encode import Encoder, Passage, Piece
 from padfree.data.image_processor import ImageSettings
 from padfree.data.image_reader import ImageReader
 from padfree.data.image_references import ImageReference
@@ -124,14 +124,14 @@ class ChatTokenizer:
             passage = Passage(pieces=(Piece(text, False),), begun=True, images=references)
             expanded, read = self._reader.expanded(passage, None)
             ids = self.encode(expanded.pieces[0].text)
-            encoded = Encoded(tokens=np.array(ids, np.int32), loss_mask=np.zeros(len(ids), np.bool_))
-            if (problem := self._reader.problem(encoded.tokens, read)) is not None:
+            tokens = np.array(ids, np.int32)
+            if (problem := self._reader.problem(tokens, read)) is not None:
                 raise RowError(f"the message {problem}")
         except RowError as error:
             raise UserError(
                 "rollout.environment", f"replies with parts that cannot be used ({error})", "correct the environment"
             ) from None
-        return ids, images_of([_held(one) for one in read], encoded.tokens, self.images)
+        return ids, images_of([_held(one) for one in read], tokens, self.images)
 
     def rotary_positions(self, tree: Tree, branch: Branch) -> NDArray[np.int64] | None:
         """Return the rotary position ids [P, n] of the n tokens of `branch`, one of the episode's token sequences.
