@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import padfree
@@ -27,6 +33,7 @@ from padfree.testing.tokenizers import tiny_tokenizer
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 CPU = {"device": "cpu"}
+LOGGERS = (None, "padfree", "torch", "transformers")
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +86,31 @@ def state_of_the_process() -> dict[str, Any]:
         "gradients": torch.is_grad_enabled(),
         "group": dist.is_initialized(),
         "streams": (sys.stdout, sys.stderr),
+        "hooks": (sys.excepthook, threading.excepthook, sys.unraisablehook),
+        "tracing": (sys.gettrace(), sys.getswitchinterval(), sys.getrecursionlimit()),
+        "warnings": list(warnings.filters),
+        "loggers": [(logging.getLogger(name).level, logging.getLogger(name).handlers[:]) for name in LOGGERS],
+        "progress bar": transformers.utils.logging.is_progress_bar_enabled(),
+        "collector": (gc.isenabled(), gc.get_threshold()),
+        "numbers": (random.getstate(), str(np.random.get_state())),
+        "torch": (
+            torch.get_default_dtype(),
+            torch.get_default_device(),
+            torch.get_num_threads(),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.is_autocast_enabled(),
+            torch.is_inference_mode_enabled(),
+        ),
     }
 
 
 def test_a_call_is_a_run_and_leaves_nothing_behind(
-    model: Path, sums: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    model: Path, sums: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before, steps, notes = state_of_the_process(), [], []
     found = padfree.sft(
         model=model,
@@ -93,7 +119,7 @@ def test_a_call_is_a_run_and_leaves_nothing_behind(
         eval={"path": [sums], "every": 2},
         checkpoint={"best": "eval/loss"},
         optimizer={"lr": 1e-2},
-        run={"folder": tmp_path / "run", **CPU},
+        run={"folder": tmp_path / "run", "deterministic": True, **CPU},
         on_step=steps.append,
         on_note=notes.append,
     )

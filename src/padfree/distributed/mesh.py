@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -376,11 +377,14 @@ def distributed(*, device: str = "auto", timeout: float = DEFAULT_TIMEOUT) -> It
 
     The arguments are those of `init_distributed`. If one rank fails inside the block, all ranks fail.
     """
-    already = dist.is_initialized()
+    already, excepthook = dist.is_initialized(), sys.excepthook
     chosen = init_distributed(device=device, timeout=timeout)
+    torch_excepthook = sys.excepthook  # init_process_group installs a hook that begins each line with the rank
     try:
         with failing_together():
             yield chosen
     finally:
         if not already:
             dist.destroy_process_group()
+        if sys.excepthook is torch_excepthook:
+            sys.excepthook = excepthook

@@ -34,7 +34,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
         yield
         return
     # torch refuses matmuls in deterministic mode unless this variable is set. cuBLAS reads it at its first use.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace or ":4096:8"
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     torch.use_deterministic_algorithms(True)
@@ -43,6 +44,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
 
 
 def random_state() -> dict[str, Tensor]:
