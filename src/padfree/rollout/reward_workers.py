@@ -183,7 +183,11 @@ def score_by_model(
     episode that cannot be scored becomes a failed episode. Otherwise, all ranks raise the error.
     """
     unscored = [one for one in played.values() if len(one.rewards) < len(one.leaves)]
-    pairs = [(prompts[one.number], leaf.answer or leaf.text) for one in unscored for leaf in one.leaves]
+    pairs = [
+        (prompts[one.number], leaf.text if leaf.answer is None else leaf.answer)
+        for one in unscored
+        for leaf in one.leaves
+    ]
     rewards = iter(reward_model(pairs))
     first_error = None
     for one in unscored:

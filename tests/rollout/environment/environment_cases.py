@@ -15,7 +15,7 @@ from padfree.data.chat_renderer import ChatRenderer
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment.episode_policy import ChatTokenizer, Episode
 from padfree.rollout.environment.runner import EpisodeRunner, RunnerSettings
-from padfree.rollout.group import Play, Played, RolloutGroup
+from padfree.rollout.group import Play, Played, RolloutGroup, Watcher
 from padfree.rollout.reward_workers import RewardWorkers
 
 LETTERS = '0123456789+-*/=#<>()[].,?:!{}"_ \nabcdefghijklmnopqrstuvwxyz'
@@ -115,6 +115,7 @@ def play(
     reward: Callable[..., float] | None = None,
     keys: Sequence[int] | None = None,
     sampler: Any = None,
+    watch: Watcher | None = None,
     **settings: Any,
 ) -> list[Played]:
     """Play an episode for each prompt on one rank."""
@@ -128,6 +129,6 @@ def play(
             Play(number=number, group=RolloutGroup(prompt=one, size=1), key=key)
             for number, (one, key) in enumerate(zip(prompts, keys or range(100, 100 + len(prompts)), strict=True))
         ]
-        return runner.play(plays, lambda said: [said])
+        return runner.play(plays, lambda said: [said], watch=watch)
     finally:
         runner.close()

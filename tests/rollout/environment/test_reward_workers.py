@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import numpy as np
 import pytest
 
 from padfree.data import load_reward
-from padfree.rollout.reward_workers import RewardWorkers
+from padfree.rollout.environment.trajectory import Branch, leaf_of
+from padfree.rollout.group import Played
+from padfree.rollout.reward_workers import RewardWorkers, score_by_model
 from tests.refused import refused
+from tests.rollout.environment.environment_cases import prompt
 
 HERE = "tests.rollout.environment.rewards"
 
@@ -24,6 +29,20 @@ def test_processes_compute_rewards_and_are_replaced() -> None:
             await reward_workers.close()
 
     assert asyncio.run(rewarded()) == [0.25, 0.0]
+
+
+@pytest.mark.parametrize(("answer", "scored"), [(None, "text"), ("", ""), ("7", "7")])
+def test_a_reward_model_scores_the_answer(answer: str | None, scored: str) -> None:
+    branch = Branch(np.array([1, 2]))
+    played = {0: Played(number=0, leaves=(leaf_of(branch, "text", None, answer),))}
+    texts = []
+
+    def model(pairs: Any) -> list[float | str]:
+        texts.extend(text for _, text in pairs)
+        return [0.5] * len(pairs)
+
+    score_by_model(model, played, {0: prompt("p")}, lambda own: [own], skip_failures=False)
+    assert (texts, played[0].rewards) == ([scored], (0.5,))
 
 
 def test_a_process_that_hangs_is_ended() -> None:

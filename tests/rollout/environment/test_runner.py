@@ -14,6 +14,7 @@ import pytest
 
 from padfree.rollout import Prompt, Response, SamplingRequest
 from padfree.rollout.environment import Policy, Trajectory
+from padfree.rollout.group import Watcher
 from padfree.rollout.sampling_rng import GREEDY, turn_key
 from tests.refused import refused
 from tests.rollout.environment.environment_cases import Scripted, ids, play, prompt, text
@@ -188,6 +189,18 @@ def test_a_round_waits_for_all_episodes_and_keeps_their_order() -> None:
     assert sampler.rounds == [["3", "1", "2"], ["3a$", "2a$", "2"], ["3a$a$", "2a$"]], (
         "the last episode starts in round two"
     )
+
+
+def test_progress_counts_finished_episodes() -> None:
+    seen: list[int] = []
+    play(
+        one_turn,
+        {"p": "a$", "q": "b$", "x": "c$"},
+        *map(prompt, "pqx"),
+        watch=Watcher(on_progress=seen.append),
+        reward=lambda answer, row: 0.0,
+    )
+    assert seen == [1, 2, 3]
 
 
 def test_requests_of_one_prompt_hold_one_array() -> None:

@@ -8,6 +8,7 @@ import pytest
 from padfree.rollout.engines.servers.canary import LENGTH, NUM_SAMPLED, Canary, CanaryScores, canary_sequences
 from padfree.rollout.engines.vllm import VllmServer
 from padfree.testing.tokenizers import tiny_tokenizer
+from tests.refused import refused
 from tests.rollout.rollout_cases import letters_tokenizer
 
 NUM = 240
@@ -88,6 +89,16 @@ def test_sequences_are_text_where_the_tokenizer_can_make_it() -> None:
         assert all(0 <= token < 46 for sequence in letters for token in sequence)
     few = canary_sequences(letters_tokenizer(), vocabulary=10, longest=512)
     assert max(max(sequence) for sequence in few) < 10, "a smaller vocabulary than the tokenizer's: random ids"
+
+
+@pytest.mark.parametrize("longest", [0, 3, 5, 6, 7, 70])
+def test_a_sequence_and_its_sampled_tokens_fit(longest: int) -> None:
+    if longest < 6:
+        with refused("batch.max_tokens"):
+            canary_sequences(tiny_tokenizer(), vocabulary=400, longest=longest)
+    else:
+        sequences = canary_sequences(tiny_tokenizer(), vocabulary=400, longest=longest)
+        assert {len(sequence) + NUM_SAMPLED for sequence in sequences} == {min(longest, LENGTH + NUM_SAMPLED)}
 
 
 def test_scores_of_sequences() -> None:

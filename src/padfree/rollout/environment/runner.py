@@ -11,6 +11,7 @@ run during training.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -90,14 +91,22 @@ class EpisodeRunner:
         """Play the episodes `plays` and return their results in the same order. Each rank passes its own episodes.
 
         `gather` gathers an object from all ranks. `reward_workers`, if given, compute the rewards instead of the
-        workers of this runner. `watch`: callbacks for progress.
+        workers of this runner. `watch`: its `on_progress` gets the number of finished episodes.
         """
         source = make_token_source(self._sampler, self._thread, self._settings.timeout)
         free_slots = asyncio.Semaphore(self._settings.max_concurrent)
         members = Counter(play.group for play in plays)
         compared = {group: PlayGroup(group.size, number) for group, number in members.items()}
+        progress, finished = (watch or Watcher()).on_progress, itertools.count(1)
         playing = self._thread.submit(
-            self._play_all(plays, source, reward_workers or self._reward_workers, free_slots, compared=compared)
+            self._play_all(
+                plays,
+                source,
+                reward_workers or self._reward_workers,
+                free_slots,
+                lambda played: progress(next(finished)),
+                compared=compared,
+            )
         )
         try:
             source.serve(playing, gather)

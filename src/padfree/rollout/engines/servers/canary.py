@@ -49,7 +49,14 @@ def canary_sequences(tokenizer: Any, *, vocabulary: int, longest: int) -> list[l
     They are ordinary text, or random ids if the tokenizer does not fit the text. `longest`: maximum number of tokens of
     a sequence, including the tokens that the server samples after it.
     """
-    length = max(2, min(LENGTH, longest - NUM_SAMPLED))
+    if longest < NUM_SAMPLED + 2:
+        raise UserError(
+            "batch.max_tokens",
+            f"a sample has at most {longest} tokens (batch.max_tokens, or the model's longest context), but the check "
+            f"of a server needs {NUM_SAMPLED + 2}",
+            f"allow samples of {NUM_SAMPLED + 2} or more tokens",
+        )
+    length = min(LENGTH, longest - NUM_SAMPLED)
     ids = [int(token) for token in tokenizer(TEXT, add_special_tokens=False)["input_ids"]]
     unknown: Any = getattr(tokenizer, "unk_token_id", None)
     if len(ids) < length or max(ids) >= vocabulary or ids.count(unknown) > len(ids) // 4:
