@@ -38,7 +38,7 @@ def user_path(path: str, setting: str) -> str:
         raise UserError(setting, "is empty", "give a path", value=path)
     if "\0" in path:
         raise UserError(setting, "", "remove the null character", value=path)
-    found = os.path.expanduser(path)
+    found = str(os.path.expanduser(path))  # a plain string, also for a `PathWord`
     if found.startswith("~"):
         fix = f"give the full path, or ./{path} if the name of the file begins with ~"
         raise UserError(setting, "names the home folder of an unknown user", fix, value=path)

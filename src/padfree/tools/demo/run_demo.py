@@ -39,7 +39,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--real",
         type=path_word("--real"),
         nargs="?",
-        const="",
+        const=False,
         metavar="MODEL",
         help="train a real model with SFT and GRPO instead; needs --data",
     )
