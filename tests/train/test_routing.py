@@ -282,6 +282,7 @@ def test_rollouts_without_routes_are_refused(folder: Path, tmp_path: Path) -> No
     routed = [replace(sample, routes=np.full((len(sample), 2, TOP), 4, np.int16)) for sample in make_samples()]
     write_samples(data, routed)
     with refused(
-        "routes", "are for 2 layers with at least 5 experts each, but this model has 2 layers with experts, the smallest"
+        "routes",
+        "are for 2 layers with at least 5 experts each, but this model has 2 layers with experts, the smallest",
     ):
         train(replace(reading, rollout=replace(reading.rollout, reward=None)))

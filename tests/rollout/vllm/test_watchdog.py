@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from padfree.rollout.engines.servers.server_processes import WATCHDOG
+from padfree.rollout.engines.servers.server_api import ServerApi, ServerLostError
+from padfree.rollout.engines.servers.server_processes import WATCHDOG, LaunchedServer
 from tests.waiting import wait_until
 
 SERVER = """
@@ -83,3 +86,49 @@ def test_the_watchdog_ends_with_its_server() -> None:
     assert watchdog.wait(60) == 3
     assert watchdog.stdin is not None
     watchdog.stdin.close()
+
+
+class Silent:
+    """A server that answers its first `answers` probes, and never again."""
+
+    url, timeout = "http://127.0.0.1:1", 0.2
+
+    def __init__(self, answers: int = 0) -> None:
+        self.answers = answers
+
+    async def version(self, *, timeout: float | None = None) -> str | None:
+        if self.answers == 0:
+            raise ServerLostError("no answer")
+        self.answers -= 1
+        return None
+
+
+def checked(server: Silent, folder: Path, *, most: int = 200) -> tuple[LaunchedServer, str | None]:
+    """Check a launched server every 50 ms until it cannot be started."""
+    command = [sys.executable, "-c", "import time; print('warming up', flush=True); time.sleep(600)"]
+    launched = LaunchedServer(command, dict(os.environ), folder / "log", cast(ServerApi, server))
+
+    async def check() -> str | None:
+        try:
+            for _ in range(most):
+                if (message := await launched.check()) is not None:
+                    return message
+                await asyncio.sleep(0.05)
+            return None
+        finally:
+            await launched.end()
+
+    return launched, asyncio.run(check())
+
+
+def test_a_server_that_hangs_before_its_first_answer_is_restarted_and_given_up(tmp_path: Path) -> None:
+    launched, message = checked(Silent(), tmp_path)
+    assert message is not None
+    assert "did not answer within 0.2 s, 3 times (" in message
+    assert launched.starts == 3
+
+
+def test_a_server_that_hangs_after_an_answer_is_restarted_at_once(tmp_path: Path) -> None:
+    launched, message = checked(Silent(answers=1), tmp_path)
+    assert message is not None, "the restarted server never answers"
+    assert launched.starts == 1 + 3

@@ -34,7 +34,7 @@ EVERY, PROBE, LONGEST_PAUSE, GRACE = 1.0, 30.0, 60.0, 15.0
 """`EVERY`: seconds between two checks of a server. `PROBE`: time limit of a check in seconds. `LONGEST_PAUSE`: maximum
 seconds before a server is restarted. `GRACE`: seconds after which a watchdog that does not exit is killed."""
 MAX_FAILED_STARTS = 3
-"""The run ends if a server process exits this many times in a row before it has answered a single request."""
+"""The run ends if a server process exits or hangs this many times in a row before it has answered a single request."""
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME")
 
@@ -47,7 +47,7 @@ class LaunchedServer:
         self._command, self._environment = list(command), dict(environment)
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._failed_starts = 0
-        self._not_before = 0.0
+        self._not_before = self._started = 0.0
 
     async def check(self) -> str | None:
         """Start the server if it is not running, and end it if it hangs. Return an error message if it cannot start."""
@@ -56,13 +56,8 @@ class LaunchedServer:
             status = self._watchdog.returncode
             self.begin_end()  # close the run's end of the pipe to the watchdog
             self._watchdog = None
-            self._failed_starts = 0 if self.answered else self._failed_starts + 1
-            if self._failed_starts >= MAX_FAILED_STARTS:
-                return (
-                    f"rollout.launch: {self.server.url} ended with status {status} before it answered, "
-                    f"{MAX_FAILED_STARTS} times ({self._last_line()}); correct rollout.launch.command (the output of "
-                    f"the server is in {self.log})"
-                )
+            if (message := self._ended(f"ended with status {status} before it answered")) is not None:
+                return message
             self._not_before = now + min(2.0 ** min(self.starts - 1, 6), LONGEST_PAUSE)
         if self._watchdog is None:
             if now >= self._not_before:
@@ -72,11 +67,23 @@ class LaunchedServer:
             await self.server.version(timeout=PROBE)
             self.answered = True
         except ServerLostError:
-            if self.answered and self._watchdog.poll() is None:
+            limit = self.server.timeout
+            if (self.answered or now > self._started + limit) and self._watchdog.poll() is None:
                 await self.end()  # the server hangs; the next check starts it again
+                return self._ended(f"did not answer within {limit:g} s")
         except UserError:
             self.answered = True  # the next request reports the error
         return None
+
+    def _ended(self, how: str) -> str | None:
+        """Count a failed start, unless the server has answered. Return an error message after too many of them."""
+        self._failed_starts = 0 if self.answered else self._failed_starts + 1
+        if self._failed_starts < MAX_FAILED_STARTS:
+            return None
+        return (
+            f"rollout.launch: {self.server.url} {how}, {MAX_FAILED_STARTS} times ({self._last_line()}); correct "
+            f"rollout.launch.command (the output of the server is in {self.log})"
+        )
 
     def begin_end(self) -> None:
         """Tell the watchdog to end the server, and return without waiting."""
@@ -99,7 +106,7 @@ class LaunchedServer:
 
     def _start(self) -> None:
         self.starts += 1
-        self.answered = False
+        self.answered, self._started = False, time.monotonic()
         with self.log.open("ab") as output:
             output.write(f"start {self.starts}: {' '.join(self._command)}\n".encode())
             output.flush()
