@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import json
 import logging
@@ -299,6 +300,36 @@ def test_an_interrupt_stops_a_run_that_can_go_on(model: Path, sums: Path, tmp_pa
     assert (found.steps, found.stopped, found.model) == (2, True, None)
     found = padfree.sft(**settings)
     assert (found.steps, found.stopped, len(found.metrics)) == (4, False, 4)
+
+
+async def awaited(given: Any) -> None:
+    """Nothing would run it."""
+
+
+class Awaited:
+    async def __call__(self, given: Any) -> None:
+        """Nothing would run it."""
+
+
+@pytest.mark.parametrize("name", ["on_step", "on_note"])
+@pytest.mark.parametrize(
+    ("callback", "problem"),
+    [
+        (awaited, "is async"),
+        (Awaited(), "is async"),
+        (functools.partial(awaited, 1), "is async"),
+        ("print", "is of type"),
+    ],
+)
+def test_callbacks_that_would_do_nothing_are_refused(
+    callback: Any, problem: str, name: str, model: Path, sums: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(padfree.UserError, match=f"^{name}: {problem}"):
+        padfree.sft(model=model, data=sums, run={"folder": tmp_path / "run", **CPU}, **{name: callback})
+    assert not (tmp_path / "run").exists()
+    if name == "on_note":
+        with pytest.raises(padfree.UserError, match=f"^{name}: {problem}"):
+            padfree.evaluate(model=model, eval=sums, **{name: callback})
 
 
 class CallableReward:

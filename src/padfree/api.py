@@ -28,6 +28,7 @@ from typing import Any, TypedDict, Unpack
 
 from padfree.config import Config, EvaluationConfig, config_from_dict
 from padfree.config.config import missing_held_out
+from padfree.config.functions import returns_coroutine
 from padfree.config.hub import check_names
 from padfree.config.loss import TASKS
 from padfree.config.reader import changed_recipe
@@ -136,6 +137,7 @@ def evaluate(
     `eval` selects the data. If `rollout` is given, the model answers held-out prompts. Otherwise, it scores held-out
     samples.
     """
+    _check_callbacks(on_note=on_note)
     values = _values(recipe, sections)
     held_out = values.get("eval", {}).get("path")
     if not held_out:
@@ -159,6 +161,7 @@ def _trained(
     on_note: OnNote | None,
     progress: bool,
 ) -> TrainedRun:
+    _check_callbacks(on_step=on_step, on_note=on_note)
     values = _values(recipe, sections)
     values.setdefault("loss", {}).setdefault("kind", TASKS[command].kind)
     config = config_from_dict(_with_defaults(values, command))
@@ -222,6 +225,17 @@ def _undisturbed(config: Config) -> Iterator[None]:
         raise
     finally:
         restore_random_state(state)
+
+
+def _check_callbacks(**callbacks: Callable[[Any], None] | None) -> None:
+    """Raise a `UserError` for a callback that cannot be called, or whose call would only make a coroutine."""
+    for name, function in callbacks.items():
+        if function is None:
+            continue
+        if not callable(function):
+            raise UserError(name, f"is of type {type(function).__name__}", "give a function with one argument")
+        if returns_coroutine(function):
+            raise UserError(name, "is async, but nothing awaits it", "give a function that is defined with def")
 
 
 def _called(function: Callable[[Any], None], argument: Any) -> None:
