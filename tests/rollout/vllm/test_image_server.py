@@ -83,7 +83,7 @@ def test_a_run_with_images_on_a_real_server(model: str, changes: tuple[str, ...]
         f"model.path={write_model(tmp_path / 'model', model)}",
         "rollout.engine=vllm",
         "rollout.timeout=300",
-        f"rollout.launch.command={COMMAND}",
+        f"rollout.launch.command={[*COMMAND, '--gpu-memory-utilization', '0.3']}",
         "rollout.launch.devices=['cpu']",
         *(f"rollout.launch.environment.{name}={value!r}" for name, value in environment.items()),
         "optimizer.lr=0.003",
