@@ -55,7 +55,8 @@ def write_model(folder: Path, name: str) -> Path:
     vision_folder(folder, name)
     config: Any = AutoConfig.from_pretrained(folder)
     text = config.text_config
-    text.hidden_size = config.vision_config.out_hidden_size = 128
+    text.hidden_size = 128
+    setattr(config.vision_config, "hidden_size" if name == "qwen2_vl" else "out_hidden_size", 128)
     text.num_attention_heads, text.num_key_value_heads, text.head_dim = 2, 1, 64
     text.rope_parameters = {**text.rope_parameters, "mrope_section": [8, 12, 12]}
     text.max_position_embeddings = 512
@@ -70,7 +71,8 @@ def write_model(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("model", "changes"), [("qwen2_5_vl", ("lora.rank=4",)), ("qwen3_vl", ()), ("qwen3_vl", ("rollout.staleness=1",))]
+    ("model", "changes"),
+    [("qwen2_vl", ()), ("qwen2_5_vl", ("lora.rank=4",)), ("qwen3_vl", ()), ("qwen3_vl", ("rollout.staleness=1",))],
 )
 def test_a_run_with_images_on_a_real_server(model: str, changes: tuple[str, ...], tmp_path: Path) -> None:
     """Prompts with one image, two images and none. Without adapters, the vision tower is trained and sent, too."""

@@ -29,6 +29,7 @@ from tests.refused import refused
 from tests.rollout.vllm.test_http import served_of
 from tests.rollout.vllm.test_run import lines
 from tests.rollout.vllm.vllm_cases import FakeVllm, serving
+from tests.train.test_vision_environment import THREE
 from tests.train.test_vision_rl import config_of, prompt_rows
 
 pytest.importorskip("PIL")
@@ -42,6 +43,7 @@ class Seeing(FakeVllm):
         self.images = ServerImages()
         self.reads_images, self.normalizes = True, False
         self.keys: Counter[str] = Counter()
+        self.images_per_request: list[int] = []
         self._request = threading.local()  # each request has its own thread
 
     def answer(self, path: str, body: dict[str, Any], query: str = "") -> tuple[int, Any]:
@@ -61,6 +63,7 @@ class Seeing(FakeVllm):
         try:
             return self._generate(body)
         finally:
+            self.images_per_request.append(len(self._request.shown))
             self.offsets = [one["offset"] for one in self._request.shown]
             self._request.shown = []
 
@@ -252,3 +255,17 @@ def test_a_run_with_images_on_a_server(tmp_path: Path) -> None:
     assert fake.calls.count(STORE) == 3, "three distinct images, each sent once"
     versions = {key.split()[1] for key in fake.keys}
     assert versions == {"0", "2"}, "encoded again after the weight sync between the two batches"
+
+
+def test_an_environment_that_shows_new_pictures_on_a_server(tmp_path: Path) -> None:
+    """Later turns show several images, and the tokens of earlier turns may contain a sampled placeholder."""
+    prompt_rows(tmp_path)
+    fake = seeing(config_of(tmp_path, "run").model.path)
+    with serving(fake) as (url,):
+        engine = ("rollout.engine=vllm", f"rollout.servers={url}", "rollout.timeout=60")
+        played = (f"rollout.environment={THREE}", "rollout.reward=none", "rollout.max_new_tokens=120")
+        longer = ("batch.max_tokens=1000", "loss.mini_batches=1", "run.steps=2")
+        train(config_of(tmp_path, "run", *engine, *played, *longer))
+    found = lines(tmp_path / "run")
+    assert all(line["loss/sampler_difference"] < 1e-4 for line in found)
+    assert max(fake.images_per_request) > 1
