@@ -277,7 +277,7 @@ def test_two_ranks_make_the_same_updates(tmp_path: Path) -> None:
     for name, tensor in alone.items():
         torch.testing.assert_close(tensor, ranks[name], atol=2e-5, rtol=1e-4, msg=name)
     rewards = [
-        [json.loads(line)["reward"] for line in (tmp_path / name / "metrics.jsonl").open()]
+        [json.loads(line)["reward"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("alone", "ranks")
     ]
     assert rewards[0] == pytest.approx(rewards[1])

@@ -227,7 +227,7 @@ def export(
 
     `dtype`: the dtype of the written weights.
     """
-    if tokenizer is not None and config.loss.command != "rl":
+    if tokenizer is not None and config.rollout.source is None:  # a run on given answers
         _add_trained_stops(config, model, tokenizer)
     if _exports_adapters(config):
         return export_adapters(model, folder, tokenizer, base=unique_name(config.model.path))
